@@ -1,0 +1,47 @@
+"""The environment of a rank: what vitra sets, and what of the surrounding shell must not reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.spec.plan import Plan
+from trainer.spec.ranks import LAUNCH_VARIABLES
+from trainer.spec.rundir import RunDir
+
+#: Left over in a shell from another launcher or allocation, these send ranks looking for strangers.
+_STALE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_")
+_STALE_NAMES = frozenset((*LAUNCH_VARIABLES, "VITRA_PARENT_PID", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"))
+
+
+def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` less the variables of other launchers and allocations."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _STALE_NAMES and not name.startswith(_STALE_PREFIXES)
+    }
+
+
+def rank_environment(environ: Mapping[str, str], plan: Plan, run_dir: RunDir, attempt: int) -> dict[str, str]:
+    """All but the rank's own numbers (RANK, LOCAL_RANK, MASTER_ADDR ...).
+
+    Threads are fixed, and MKL is told to compute alike whatever a buffer's alignment, since both
+    change results in the last bit; they have to be set before torch is loaded. The spec's own
+    variables come last.
+    """
+    threads = str(plan.threads_per_rank)
+    fixed = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "MKL_CBWR": "AUTO",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTHONUNBUFFERED": "1",
+    }
+    own = {name: value for name, value in plan.spec.resources.env.items() if value is not None}
+    return (
+        without_stale(environ)
+        | fixed
+        | own
+        | {"VITRA_RUN_ID": plan.run_id, "VITRA_RUN_DIR": str(run_dir.path), "VITRA_ATTEMPT": str(attempt)}
+    )

@@ -1,0 +1,268 @@
+"""The supervisor: starts the ranks, sees every end, and alone judges what an end meant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from pydantic import ValidationError
+
+from launcher.judge import Decision, Finding, PastAttempt, decide, judge
+from launcher.lock import RunLock
+from launcher.progress import Progress
+from launcher.schedulers.base import RankGroup, RankLauncher
+from trainer.spec.errors import CheckpointError, StorageError, VitraError
+from trainer.spec.outcome import Outcome, RankExit, RankReport, RunState, Verdict
+from trainer.spec.plan import Plan
+from trainer.spec.rundir import AttemptDir, LineLog, RunDir, append_event, read_lines, utc_now, write_atomic
+
+_POLL_S = 0.1
+#: After one rank has failed its peers fail as well, when they lose it; then they are ended.
+_PEERS_LEAVE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a supervisor's work ended. `signal` is the one that a person stopped it with."""
+
+    state: RunState
+    verdict: Verdict
+    reason: str
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+class Supervisor:
+    """Runs one run's attempts until it is done, stopped or given up.
+
+    Args:
+        run_dir: a submitted run.
+        launcher: what starts ranks.
+        progress: told about every finished step.
+        job_id: the scheduler's, recorded with each attempt.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, launcher: RankLauncher, progress: Progress, *, job_id: str | None = None
+    ) -> None:
+        self._run_dir = run_dir
+        self._launcher = launcher
+        self._progress = progress
+        self._job_id = job_id
+        self._signals: list[int] = []
+
+    def run(self) -> Ending:
+        """Supervise to the end.
+
+        Raises:
+            UsageError: another supervisor lives. CheckpointError: the checkpoint place refused.
+        """
+        lock = RunLock(self._run_dir.lock)
+        lock.take()
+        try:
+            with self._signals_counted():
+                return self._attempts()
+        finally:
+            lock.release()
+
+    def _attempts(self) -> Ending:
+        while True:
+            if self._run_dir.cancel.exists():
+                return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "cancelled before it started")
+            if self._signals:
+                return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts")
+            finding, decision = self._attempt()
+            if not decision.restart:
+                return self._finish(decision.state, decision.verdict, decision.reason, finding.exit_code)
+            append_event(self._run_dir, "requeued", verdict=decision.verdict, reason=decision.reason)
+            self._progress.message(f"{decision.verdict}: {decision.reason}; starting again")
+
+    def _attempt(self) -> tuple[Finding, Decision]:
+        plan = Plan.read(self._run_dir.plan)
+        attempt, resume = self._claim(plan)
+        files = self._run_dir.attempt(attempt)
+        files.logs.mkdir(parents=True, exist_ok=True, mode=0o750)
+        write_atomic(files.plan, plan.model_dump_json(indent=1).encode())
+        started_at = utc_now()
+        append_event(self._run_dir, "attempt", attempt=attempt, resume_step=resume, job_id=self._job_id)
+        with LineLog(files.supervisor_log) as log:
+            note = _Notes(log)
+            note(f"attempt {attempt}: {plan.world_size} ranks, checkpoint to resume from: {resume}")
+            self._progress.attempt(plan, files, attempt, resume)
+            group = self._launcher.start(self._run_dir, plan, attempt)
+            try:
+                exits = self._watch(group, plan, note)
+            except BaseException:
+                group.kill()
+                raise
+            reports = _read_reports(files, plan.world_size)
+            finding = judge(
+                exits, reports, total_steps=plan.total_steps, stop_asked=bool(self._signals) or self._cancelled()
+            )
+            note(f"verdict {finding.verdict}: {finding.reason}")
+        first, last = _steps(files, reports, resume)
+        outcome = Outcome(
+            attempt=attempt,
+            verdict=finding.verdict,
+            reason=finding.reason,
+            job_id=self._job_id,
+            exit_code=finding.exit_code,
+            failed_rank=finding.failed_rank,
+            failed_node=finding.failed_node,
+            first_step=first,
+            last_step=last,
+            started_at=started_at,
+            ended_at=utc_now(),
+        )
+        write_atomic(files.outcome, outcome.model_dump_json(indent=1).encode())
+        append_event(self._run_dir, "ended", attempt=attempt, verdict=finding.verdict, reason=finding.reason)
+        return finding, decide(finding, _history(self._run_dir), plan.spec.retry)
+
+    def _claim(self, plan: Plan) -> tuple[int, int | None]:
+        """Take the next attempt number; returns it and the step of the checkpoint it may resume from."""
+        from trainer.store.checkpoints import CheckpointStore
+        from trainer.store.storage import open_storage
+
+        storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
+        store = CheckpointStore(storage, plan.run_id)
+        store.own()
+        # attempts/ counts as well: the checkpoint place may be a new one, where nothing is claimed yet.
+        claim = store.claim_next(
+            self._job_id,
+            None,
+            after_attempt=max(self._run_dir.attempt_numbers(), default=0),
+            ever_saved=any(e.get("event") == "saved" for e in read_lines(self._run_dir.events)),
+        )
+        store.sweep(claim.attempt)
+        return claim.attempt, claim.resume_step
+
+    def _watch(self, group: RankGroup, plan: Plan, note: Callable[[str], None]) -> dict[int, RankExit]:
+        """Wait for every rank to end; passes stops on, and ends the rest when one has failed."""
+        passed_on = 0
+        failed_at: float | None = None
+        asked_at: float | None = None
+        while True:
+            exits = group.poll()
+            self._progress.poll()
+            if len(exits) == plan.world_size:
+                return exits
+            now = time.monotonic()
+            asked = len(self._signals) + self._cancelled()
+            if asked > passed_on:
+                if passed_on == 0:
+                    note("stop asked for: the ranks save and leave")
+                    append_event(self._run_dir, "signal", number=self._signals[0] if self._signals else None)
+                    self._progress.message("stopping: saving a checkpoint first (once more to stop at once)")
+                    group.ask_to_stop()
+                    asked_at = now
+                if len(self._signals) > 1:
+                    note("stop asked for again: ending the ranks")
+                    self._progress.message("stopping at once")
+                    group.kill()
+                passed_on = asked
+            if asked_at is not None and now - asked_at > plan.spec.retry.hang_timeout_s:
+                note("the ranks did not leave in time: ending them")
+                group.kill()
+            if failed_at is None and any(end.exit_code not in (0, 75) for end in exits.values()):
+                failed_at = now
+                note(f"rank {min(exits)} failed; its peers have {_PEERS_LEAVE_S:g} s to leave")
+            if failed_at is not None and now - failed_at > _PEERS_LEAVE_S:
+                note("ending the remaining ranks")
+                group.kill()
+            time.sleep(_POLL_S)
+
+    def _cancelled(self) -> bool:
+        return self._run_dir.cancel.exists()
+
+    def _finish(self, state: RunState, verdict: Verdict, reason: str, exit_code: int | None = None) -> Ending:
+        append_event(self._run_dir, "finished", state=state, verdict=verdict, reason=reason)
+        return Ending(state, verdict, reason, exit_code, self._signals[0] if self._signals else None)
+
+    @contextmanager
+    def _signals_counted(self) -> Iterator[None]:
+        def count(number: int, _frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, count) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Notes:
+    """Lines of supervisor.log."""
+
+    def __init__(self, log: LineLog) -> None:
+        self._log = log
+
+    def __call__(self, text: str) -> None:
+        self._log.append({"at": utc_now(), "note": text})
+
+
+def close_unjudged(run_dir: RunDir) -> None:
+    """Judge attempts that nobody lived to judge: their supervisor was killed, or its node died."""
+    for number in run_dir.attempt_numbers():
+        files = run_dir.attempt(number)
+        if files.outcome.exists() or not files.plan.exists():
+            continue
+        started = next(
+            (e["at"] for e in read_lines(run_dir.events) if e.get("event") == "attempt" and e.get("attempt") == number),
+            utc_now(),
+        )
+        first, last = _steps(files, {}, None)
+        outcome = Outcome(
+            attempt=number,
+            verdict=Verdict.NODE_FAILURE,
+            reason="its supervisor was gone before the attempt ended",
+            first_step=first,
+            last_step=last,
+            started_at=started,
+            ended_at=utc_now(),
+        )
+        write_atomic(files.outcome, outcome.model_dump_json(indent=1).encode())
+        append_event(run_dir, "ended", attempt=number, verdict=outcome.verdict, reason=outcome.reason)
+
+
+def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
+    reports: dict[int, RankReport] = {}
+    for rank in range(world_size):
+        try:
+            reports[rank] = RankReport.model_validate_json(files.report(rank).read_bytes())
+        except (OSError, ValidationError):
+            continue
+    return reports
+
+
+def _steps(files: AttemptDir, reports: dict[int, RankReport], resume: int | None) -> tuple[int | None, int | None]:
+    """First and last finished step of an attempt; (None, None) if it finished none."""
+    logged = [int(record["step"]) for record in read_lines(files.metrics)]
+    reported = [r.last_step for r in reports.values() if r.last_step is not None]
+    last = max([*logged, *reported], default=0)
+    first = min([*logged, (resume or 0) + 1])
+    return (first, last) if last >= first else (None, None)
+
+
+def _history(run_dir: RunDir) -> list[PastAttempt]:
+    """The judged attempts since a person last started or resumed the run."""
+    past: list[PastAttempt] = []
+    progressed: set[int] = set()
+    for event in read_lines(run_dir.events):
+        match event.get("event"):
+            case "resumed":
+                past = []
+            case "saved":
+                progressed.add(int(event["attempt"]))
+            case "ended":
+                past.append(PastAttempt(Verdict(event["verdict"]), int(event["attempt"]) in progressed))
+            case _:
+                pass
+    return past

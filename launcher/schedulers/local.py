@@ -1,0 +1,119 @@
+"""The local scheduler: nodes x tasks_per_node processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from launcher import shell
+from launcher.environment import rank_environment
+from trainer.spec.errors import SchedulerUnavailable
+from trainer.spec.outcome import RankExit
+from trainer.spec.plan import Plan
+from trainer.spec.rundir import RunDir
+
+_ADDRESS = "127.0.0.1"
+#: Below the range from which the kernel gives ports to outgoing connections.
+_PORTS = range(20000, 32000)
+_REAP_S = 10.0
+
+
+class LocalLauncher:
+    """Starts every rank as a child of this process, each in a session of its own."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def start(self, run_dir: RunDir, plan: Plan, attempt: int) -> LocalRanks:
+        port = free_port()
+        common = rank_environment(self._environ, plan, run_dir, attempt)
+        processes: list[shell.Process] = []
+        group = LocalRanks(run_dir, attempt, processes)
+        try:
+            for rank in range(plan.world_size):
+                env = common | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(plan.world_size),
+                    # However many nodes the plan has, here all ranks share this one.
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(plan.world_size),
+                    "MASTER_ADDR": _ADDRESS,
+                    "MASTER_PORT": str(port),
+                    "VITRA_PARENT_PID": str(os.getpid()),
+                }
+                argv = [sys.executable, "-P", "-m", "launcher.task", str(run_dir.path)]
+                processes.append(shell.start(argv, log=run_dir.attempt(attempt).log(rank), env=env))
+        except OSError as err:
+            group.kill()
+            raise SchedulerUnavailable(f"cannot start rank {len(processes)}: {err}") from err
+        return group
+
+
+class LocalRanks:
+    """The rank processes of one local attempt."""
+
+    def __init__(self, run_dir: RunDir, attempt: int, processes: list[shell.Process]) -> None:
+        self._files = run_dir.attempt(attempt)
+        self._processes = processes
+        self._ended: dict[int, RankExit] = {}
+
+    def poll(self) -> dict[int, RankExit]:
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended and process.poll() is not None:
+                self._ended[rank] = self._read_exit(rank, process.returncode)
+        return dict(self._ended)
+
+    def ask_to_stop(self) -> None:
+        self._signal(signal.SIGUSR2, whole_tree=False)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL, whole_tree=True)
+        deadline = time.monotonic() + _REAP_S
+        while len(self.poll()) < len(self._processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _signal(self, number: int, *, whole_tree: bool) -> None:
+        for rank, process in enumerate(self._processes):
+            # A process that poll() has not reaped keeps its pid, so no stranger can be hit.
+            if rank in self._ended:
+                continue
+            if whole_tree:
+                os.killpg(process.pid, number)
+            else:
+                os.kill(process.pid, number)
+
+    def _read_exit(self, rank: int, returncode: int) -> RankExit:
+        """The rank's own record, or what its task's end tells where it could leave none."""
+        try:
+            return RankExit.model_validate_json(self._files.exit(rank).read_bytes())
+        except (OSError, ValidationError):
+            return RankExit(
+                rank=rank,
+                node=os.uname().nodename,
+                exit_code=returncode if returncode >= 0 else None,
+                signal=-returncode if returncode < 0 else None,
+                ended_at=time.time(),
+            )
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment.
+
+    Raises:
+        SchedulerUnavailable: none was found in a hundred tries.
+    """
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((_ADDRESS, port))
+            except OSError:
+                continue
+            return port
+    raise SchedulerUnavailable(f"no free port between {_PORTS.start} and {_PORTS.stop}")

@@ -1,0 +1,109 @@
+"""Facts as lines of text for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.job import Ending
+from launcher.progress import clock_time
+from trainer.spec.outcome import RunState
+from trainer.spec.plan import Plan
+from trainer.spec.rundir import RunDir, read_lines
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan of a run."""
+    spec, resources = plan.spec, plan.spec.resources
+    kind = f"{resources.gpu_count} GPUs" if resources.gpu_count else "CPU"
+    total = "decided by epochs, known at submit" if plan.total_steps is None else f"{plan.total_steps}"
+    warmup = "" if plan.warmup_steps is None else f", {plan.warmup_steps} of them warm-up"
+    lines = [
+        f"name          {spec.name}",
+        f"strategy      {spec.train.strategy}",
+        f"world size    {plan.nodes} nodes x {plan.tasks_per_node} processes = {plan.world_size}  ({kind} per node)",
+        f"global batch  {plan.per_device_batch_size} per device x {plan.world_size} x "
+        f"{plan.grad_accumulation_steps} accumulation = {plan.global_batch_size}",
+        f"steps         {total}{warmup}",
+        f"time limit    {clock_time(plan.time_limit_min * 60)}",
+        f"checkpoints   every {spec.checkpoint.save_interval} steps in {plan.checkpoint_uri}",
+    ]
+    for shape in plan.elastic:
+        lines.append(
+            f"  on {shape.nodes} nodes  {shape.per_device_batch_size} x {shape.world_size} x "
+            f"{shape.grad_accumulation_steps} = {plan.global_batch_size}"
+        )
+    return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def local_lines(plan: Plan) -> list[str]:
+    """What --local would start."""
+    return [
+        f"{plan.world_size} processes on this machine, {plan.threads_per_rank} threads each:",
+        *(f"  rank {rank}: python -P -m trainer {plan.run_dir}" for rank in range(min(plan.world_size, 8))),
+        *([f"  ... and {plan.world_size - 8} more"] if plan.world_size > 8 else []),
+    ]
+
+
+def status_lines(facts: dict[str, Any]) -> list[str]:
+    """`vitra status`."""
+    total = "?" if facts["total_steps"] is None else facts["total_steps"]
+    saved = "none" if facts["last_checkpoint_step"] is None else f"step {facts['last_checkpoint_step']}"
+    lines = [
+        f"run         {facts['run_id']}",
+        f"state       {facts['state']}: {facts['reason']}",
+        f"step        {facts['step']} of {total}",
+        f"checkpoint  {saved}",
+        f"directory   {facts['run_dir']}",
+    ]
+    for attempt in facts["attempts"]:
+        steps = (
+            "no step finished"
+            if attempt["first_step"] is None
+            else f"steps {attempt['first_step']}-{attempt['last_step']}"
+        )
+        verdict = attempt["verdict"] or "running"
+        lines.append(f"attempt {attempt['attempt']}   {verdict}, {steps}: {attempt['reason']}")
+    return lines
+
+
+def checkpoint_lines(facts: dict[str, Any]) -> list[str]:
+    """`vitra checkpoints`."""
+    lines = [f"{facts['uri']}  (run {facts['run_id']})"]
+    for one in facts["complete"]:
+        checked = "every byte checked" if one["verified"] else "complete"
+        lines.append(
+            f"step {one['step']:>8}  {checked}, {one['size_bytes'] / 2**20:.1f} MiB in {one['files']} files, "
+            f"attempt {one['attempt']}, {one['created_at']}"
+        )
+    lines += [f"step {one['step']:>8}  DAMAGED: {one['reason']}" for one in facts["damaged"]]
+    lines += [f"step {one['step']:>8}  incomplete: {one['reason']}" for one in facts["incomplete"]]
+    if len(lines) == 1:
+        lines.append("no checkpoint yet")
+    return lines
+
+
+def ending_lines(run_dir: RunDir, ending: Ending) -> list[str]:
+    """The last words of a supervised run: what came of it, and what to type next."""
+    name = run_dir.path.name
+    lines = [f"{ending.state}: {ending.reason}"]
+    match ending.state:
+        case RunState.COMPLETED:
+            lines += _learned(run_dir)
+            lines.append(f"next: vitra status {name}  |  vitra checkpoints {name} --verify")
+            lines.append(f"      vitra resume {name} -o train.max_steps=N   trains it further")
+        case RunState.CANCELLED:
+            lines.append(f"next: vitra resume {name}   goes on exactly where it was")
+        case _:
+            newest = max(run_dir.attempt_numbers(), default=0)
+            lines.append(f"logs: {run_dir.attempt(newest).logs}")
+            lines.append(f"next: vitra status {name}  |  vitra resume {name}")
+    return lines
+
+
+def _learned(run_dir: RunDir) -> list[str]:
+    """How far the loss fell: the means of the first and of the last ten logged steps."""
+    losses = [float(record["loss"]) for record in read_lines(run_dir.metrics)]
+    if len(losses) < 20:
+        return []
+    first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+    return [f"loss {first:.4f} -> {last:.4f} (means of the first and the last ten logged steps)"]

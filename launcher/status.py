@@ -1,0 +1,124 @@
+"""What is known of a run, read from its directory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from launcher.lock import lock_holder
+from launcher.registry import RunRecord, read_record
+from trainer.spec.errors import VitraError
+from trainer.spec.outcome import Outcome, RunState, Verdict
+from trainer.spec.plan import Plan
+from trainer.spec.rundir import RunDir, read_lines
+
+
+def run_status(run_dir: RunDir) -> dict[str, Any]:
+    """The facts of `vitra status --json`.
+
+    A run is `running` or `requeued` only while its supervisor lives (it holds the run's lock); an
+    attempt that nobody lived to judge reads as node_failure, and the run as unknown until resumed.
+
+    Raises:
+        NotFound: no such run.
+    """
+    record = read_record(run_dir)
+    plan = _plan(run_dir)
+    events = list(read_lines(run_dir.events))
+    alive = lock_holder(run_dir.lock) is not None
+    attempts = [_attempt(run_dir, number, events, alive=alive) for number in run_dir.attempt_numbers()]
+    steps = [a["last_step"] for a in attempts if a["last_step"] is not None]
+    newest = attempts[-1] if attempts else None
+    step = newest["last_step"] if newest and newest["last_step"] is not None else _resume_step(events)
+    return {
+        "run_id": record.run_id,
+        "run_dir": str(run_dir.path),
+        "name": record.name,
+        "state": _state(record, events, attempts, alive=alive),
+        "reason": _reason(events, attempts, alive=alive),
+        "job_id": None,
+        "attempt": newest["attempt"] if newest else 0,
+        "step": step if step is not None else max(steps, default=0),
+        "total_steps": plan.total_steps if plan else None,
+        "last_checkpoint_step": _last_checkpoint(plan),
+        "attempts": attempts,
+        "goodput": None,
+    }
+
+
+def _plan(run_dir: RunDir) -> Plan | None:
+    try:
+        return Plan.read(run_dir.plan)
+    except (OSError, ValidationError):
+        return None
+
+
+def _attempt(run_dir: RunDir, number: int, events: list[dict[str, Any]], *, alive: bool) -> dict[str, Any]:
+    files = run_dir.attempt(number)
+    try:
+        outcome = Outcome.model_validate_json(files.outcome.read_bytes())
+    except (OSError, ValidationError):
+        outcome = None
+    if outcome is not None:
+        return outcome.model_dump(mode="json")
+    steps = [int(record["step"]) for record in read_lines(files.metrics)]
+    started = [e for e in events if e.get("event") == "attempt" and e.get("attempt") == number]
+    running = alive and number == run_dir.attempt_numbers()[-1]
+    return {
+        "attempt": number,
+        "verdict": None if running else Verdict.NODE_FAILURE.value,
+        "reason": "running" if running else "its supervisor is gone, and nobody has judged the attempt yet",
+        "job_id": None,
+        "exit_code": None,
+        "failed_rank": None,
+        "failed_node": None,
+        "first_step": min(steps, default=None),
+        "last_step": max(steps, default=None),
+        "started_at": started[-1]["at"] if started else None,
+        "ended_at": None,
+    }
+
+
+def _state(record: RunRecord, events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool) -> str:
+    if alive:
+        judged = bool(attempts) and attempts[-1]["verdict"] is not None
+        return (RunState.REQUEUED if judged else RunState.RUNNING).value
+    for event in reversed(events):
+        if event.get("event") == "finished":
+            return str(event["state"])
+        if event.get("event") in ("attempt", "resumed"):
+            return RunState.UNKNOWN.value
+    return (RunState.UNKNOWN if record.scheduler == "local" else RunState.QUEUED).value
+
+
+def _reason(events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool) -> str:
+    if alive:
+        return "its supervisor is alive"
+    for event in reversed(events):
+        if event.get("event") == "finished":
+            return str(event["reason"])
+        if event.get("event") in ("attempt", "resumed"):
+            break
+    return attempts[-1]["reason"] if attempts else "submitted, and nothing has run yet"
+
+
+def _resume_step(events: list[dict[str, Any]]) -> int | None:
+    steps = [e["step"] for e in events if e.get("event") == "started"]
+    return int(steps[-1]) if steps else None
+
+
+def _last_checkpoint(plan: Plan | None) -> int | None:
+    """The step of the newest complete checkpoint; None if there is none, or its place is unreachable."""
+    if plan is None:
+        return None
+    from trainer.store.checkpoints import CheckpointStore
+    from trainer.store.storage import open_storage
+
+    try:
+        survey = CheckpointStore(
+            open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options), plan.run_id
+        ).survey()
+    except VitraError:
+        return None
+    return survey.complete[0].step if survey.complete else None

@@ -1,0 +1,97 @@
+"""`python -P -m launcher.task RUN_DIR`: watches over one rank. Standard library only.
+
+The scheduler signals the process that it started, and some clusters only that one. So each rank has
+this small parent: it starts the trainer, passes stop signals on once each, and records how the trainer
+ended, which a killed process cannot do itself. It dies with the supervisor, and the trainer with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR2)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the rank that the environment describes; returns its exit code, 128 + n after signal n."""
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -P -m launcher.task RUN_DIR\n")
+        return 2
+    _die_with_parent()
+    run_dir = arguments[0]
+    forward = _Forwarder()
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "trainer", run_dir],
+        env={**os.environ, "VITRA_PARENT_PID": str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+    )
+    forward.to(child)
+    code = child.wait()
+    _record(Path(run_dir), code)
+    return code if code >= 0 else 128 - code
+
+
+class _Forwarder:
+    """Passes each stop signal to the trainer once, also one that comes before the trainer is there."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._held: list[int] = []
+        self._seen: set[int] = set()
+        for number in _FORWARDED:
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def to(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        while self._held:
+            child.send_signal(self._held.pop(0))
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        if self._child is None:
+            self._held.append(number)
+        else:
+            self._child.send_signal(number)
+
+
+def _record(run_dir: Path, code: int) -> None:
+    """Publish attempts/K/rank_R.exit; the supervisor counts a rank without one as lost."""
+    rank = int(os.environ["RANK"])
+    path = run_dir / "attempts" / os.environ["VITRA_ATTEMPT"] / f"rank_{rank}.exit"
+    record = {
+        "rank": rank,
+        "node": os.uname().nodename,
+        "exit_code": code if code >= 0 else None,
+        "signal": -code if code < 0 else None,
+        "ended_at": time.time(),
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        json.dump(record, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _die_with_parent() -> None:
+    parent = os.environ.get("VITRA_PARENT_PID", "")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the line above.
+    if parent.isdigit() and os.getppid() != int(parent):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,359 @@
+"""Saving and restoring a run's whole state, on all ranks together."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.agree import Agreement
+from trainer.checkpoint.codec import (
+    load_tensors,
+    parse_index,
+    read_file_range,
+    save_tensors,
+    tensor_shapes,
+)
+from trainer.optim import check_same_groups
+from trainer.records import RunRecords
+from trainer.spec.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    Fenced,
+    IncompatibleCheckpoint,
+    StorageError,
+    VitraError,
+)
+from trainer.spec.plan import Plan
+from trainer.spec.ranks import RankInfo
+from trainer.spec.rundir import utc_now
+from trainer.state import TrainState
+from trainer.store.checkpoints import CheckpointRef, CheckpointStore
+from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, index_name, shard_name
+
+if TYPE_CHECKING:
+    from trainer.strategies.base import TrainingStrategy
+
+log = logging.getLogger(__name__)
+
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+#: A run may miss this many saves in a row; then it is better stopped than trained for nothing.
+_MAX_FAILED_SAVES = 2
+
+
+class Checkpointer:
+    """One rank's hand on the run's checkpoints. All methods are collective.
+
+    Args:
+        store: the checkpoint place.
+        group: a gloo group over all ranks; None where there is one process only.
+        retention: called on rank 0 after a commit.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        plan: Plan,
+        ranks: RankInfo,
+        agree: Agreement,
+        group: dist.ProcessGroup | None,
+        records: RunRecords,
+    ) -> None:
+        self._store = store
+        self._plan = plan
+        self._ranks = ranks
+        self._agree = agree
+        self._group = group
+        self._records = records
+        self._failed_saves = 0
+        self._resumed_step: int | None = None
+        self.saved_step: int | None = None
+
+    def save(self, strategy: TrainingStrategy, state: TrainState, *, must_succeed: bool) -> bool:
+        """Commit a checkpoint of the present step; True once it is durable on every rank's word.
+
+        A periodic save that fails is a loud warning, and the second in a row ends the run; the newest
+        good checkpoint stays valid throughout.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+            CheckpointError: it failed and had to succeed.
+        """
+        self._agree_or_raise(self._look_for_newer_attempt)
+        try:
+            self._save(strategy, state)
+        except StorageError as err:
+            self._failed_saves += 1
+            self._records.event("save_failed", step=state.step, reason=str(err))
+            # All ranks are past their writes: what they left of this save is only in the way.
+            self._agree_or_raise(lambda: self._discard(state.step))
+            if must_succeed or self._failed_saves >= _MAX_FAILED_SAVES:
+                raise
+            log.warning("step %d NOT saved, training goes on: %s", state.step, err)
+            return False
+        self._failed_saves = 0
+        self.saved_step = state.step
+        return True
+
+    def restore(self, strategy: TrainingStrategy, state: TrainState) -> None:
+        """Restore the newest good checkpoint into model, optimizer, schedule and `state`.
+
+        Every byte is checked against its digest first, the ranks sharing the work; a damaged checkpoint
+        is passed over with its reason. Leaves everything as it is where no checkpoint was ever
+        committed.
+
+        Raises:
+            CorruptCheckpoint: checkpoints were committed once and none is good.
+            IncompatibleCheckpoint: the newest good one is of another model.
+        """
+        found = self._agree.from_primary(self._on_primary(self._find))
+        candidates: list[CheckpointRef] = found[0]
+        must_resume: bool = found[1]
+        reasons: list[str] = []
+        for ref in candidates:
+            problems = self._verify(ref)
+            if not problems:
+                self._load(ref, strategy, state)
+                self._records.event("restored", step=ref.step, from_attempt=ref.attempt)
+                return
+            reasons.append(f"step {ref.step}: {problems[0]}")
+            log.warning("checkpoint of step %d passed over: %s", ref.step, "; ".join(problems))
+            self._records.event("checkpoint_skipped", step=ref.step, reason="; ".join(problems))
+        if must_resume:
+            raise CorruptCheckpoint(
+                "this run has committed checkpoints, but none is good: " + ("; ".join(reasons) or "all are gone"),
+                "restore the files, or submit a new run to start from the beginning",
+            )
+
+    def load_from(self, directory: Path, strategy: TrainingStrategy, *, weights: bool) -> None:
+        """Restore optimizer and schedule (and, with `weights`, the model) from one step's directory."""
+        try:
+            manifest = CheckpointManifest.from_bytes((directory / MANIFEST_NAME).read_bytes())
+        except OSError as err:
+            raise CorruptCheckpoint(f"{directory}: no readable {MANIFEST_NAME}: {err.strerror}") from err
+        read = read_file_range(directory)
+        self._load_files(manifest, lambda name: (directory / name).read_bytes(), read, strategy, weights=weights)
+
+    def _find(self) -> tuple[list[CheckpointRef], bool]:
+        """(what this attempt may go on from, best first; whether it has to).
+
+        The claim decided whether there is anything to go on from, and refused where all was damaged.
+        """
+        claim = next((c for c in self._store.claims() if c.attempt == self._ranks.attempt), None)
+        if claim is None:
+            raise CheckpointError(f"{self._store.storage.uri}: attempt {self._ranks.attempt} was never claimed here")
+        return self._store.candidates(claim), claim.resume is not None
+
+    def _verify(self, ref: CheckpointRef) -> list[str]:
+        names = [entry.name for entry in ref.manifest.files]
+        mine = names[self._ranks.rank :: self._ranks.world_size]
+        found = self._agree.gather(self._store.verify(ref, mine) if mine else [])
+        return [problem for of_rank in found for problem in of_rank]
+
+    def _load(self, ref: CheckpointRef, strategy: TrainingStrategy, state: TrainState) -> None:
+        self._load_files(
+            ref.manifest,
+            lambda name: self._store.storage.read(ref.path(name)),
+            lambda name, start, length: self._store.storage.read_range(ref.path(name), start, length),
+            strategy,
+            weights=True,
+        )
+        state.step = ref.manifest.step
+        state.epoch = ref.manifest.epoch
+        state.samples_seen = ref.manifest.samples_seen
+        self._resumed_step = ref.step
+
+    def _load_files(
+        self,
+        manifest: CheckpointManifest,
+        read_file: Callable[[str], bytes],
+        read_range: Callable[[str, int, int], bytes],
+        strategy: TrainingStrategy,
+        *,
+        weights: bool,
+    ) -> None:
+        index, document = parse_index(read_file(_index_file(manifest)))
+        shapes = tensor_shapes(index)
+        optimizer, schedule = strategy.optimizer, strategy.lr_scheduler
+        assert optimizer is not None, "run_setup comes before a restore"
+        assert schedule is not None
+        check_same_groups(optimizer, document["optimizer_groups"])
+
+        tensors: dict[str, Tensor] = {}
+        if weights:
+            tensors |= {_MODEL + name: tensor for name, tensor in strategy.named_state().items()}
+            _check_same_tensors({n: t for n, t in shapes.items() if n.startswith(_MODEL)}, tensors)
+        moments = _empty_moments(strategy, shapes)
+        tensors |= {
+            f"{_OPTIMIZER}{name}.{key}": tensor for name, entry in moments.items() for key, tensor in entry.items()
+        }
+        load_tensors(tensors, index, read=read_range, group=self._group)
+        parameters = dict(strategy.named_parameters())
+        optimizer.state.clear()
+        for name, entry in moments.items():
+            optimizer.state[parameters[name]] = entry
+        schedule.load_state_dict(document["schedule"])
+
+    def _save(self, strategy: TrainingStrategy, state: TrainState) -> None:
+        attempt = self._ranks.attempt
+        self._agree_or_raise(self._records.sync)
+        written = save_tensors(
+            _tensors_of(strategy),
+            shard_name=shard_name(attempt, self._ranks.rank),
+            create=lambda name, parts: self._store.create_file(state.step, name, parts),
+            group=self._group,
+        )
+
+        def commit() -> None:
+            assert written is not None, "rank 0 holds the index"
+            index, entries = written
+            index["state"] = _state_document(strategy)
+            entries.append(
+                self._store.create_file(state.step, index_name(attempt), [json.dumps(index).encode()])
+            )
+            left_over = self._store.commit(
+                CheckpointManifest(
+                    run_id=self._ranks.run_id,
+                    step=state.step,
+                    epoch=state.epoch,
+                    samples_seen=state.samples_seen,
+                    attempt=attempt,
+                    world_size=self._plan.world_size,
+                    strategy=self._plan.spec.train.strategy,
+                    spec_digest=self._plan.spec_digest,
+                    files=tuple(entries),
+                    created_at=utc_now(),
+                )
+            )
+            self._records.event("saved", step=state.step)
+            keep = self._plan.spec.checkpoint
+            retired = self._store.retain(
+                attempt,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
+                resumed_step=self._resumed_step,
+            )
+            for warning in (*left_over, *retired.warnings):
+                log.warning("old files could not be deleted: %s", warning)
+
+        self._agree_or_raise(commit if self._ranks.is_primary else lambda: None)
+
+    def _look_for_newer_attempt(self) -> None:
+        if self._ranks.is_primary and self._store.newest_attempt() > self._ranks.attempt:
+            raise Fenced("a newer attempt owns this run", "nothing to do: the newer one goes on")
+
+    def _discard(self, step: int) -> None:
+        if self._ranks.is_primary:
+            try:
+                self._store.discard(step, self._ranks.attempt)
+            except StorageError as err:
+                log.warning("the failed save of step %d could not be removed: %s", step, err)
+
+    def _on_primary(self, call: Callable[[], Any]) -> Any:
+        """`call()` on rank 0 and None elsewhere; its error, if any, on every rank."""
+        result: list[Any] = [None]
+
+        def run() -> None:
+            if self._ranks.is_primary:
+                result[0] = call()
+
+        self._agree_or_raise(run)
+        return result[0]
+
+    def _agree_or_raise(self, call: Callable[[], None]) -> None:
+        """Run `call` on every rank; if it fails on one, the lowest rank's error is raised on all."""
+        error: VitraError | None = None
+        try:
+            call()
+        except VitraError as err:
+            error = err
+        except OSError as err:
+            error = StorageError(f"rank {self._ranks.rank}: {err}")
+        if not self._agree.any(error is not None):
+            return
+        for theirs in self._agree.gather(error and (type(error), error.message, error.hint)):
+            if theirs is not None:
+                kind, message, hint = theirs
+                raise error if error is not None else kind(message, hint)
+
+
+def _tensors_of(strategy: TrainingStrategy) -> dict[str, Tensor]:
+    """Model and optimizer state under flat names: the live tensors."""
+    assert strategy.optimizer is not None
+    tensors = {_MODEL + name: tensor for name, tensor in strategy.named_state().items()}
+    for name, parameter in strategy.named_parameters():
+        for key, value in strategy.optimizer.state.get(parameter, {}).items():
+            assert isinstance(value, Tensor), f"optimizer state {name}.{key} is no tensor"
+            tensors[f"{_OPTIMIZER}{name}.{key}"] = value
+    return tensors
+
+
+def _state_document(strategy: TrainingStrategy) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors; JSON, for people too."""
+    assert strategy.optimizer is not None
+    assert strategy.lr_scheduler is not None
+    return {
+        "schedule": strategy.lr_scheduler.state_dict(),
+        "optimizer_groups": {g["name"]: g["parameter_names"] for g in strategy.optimizer.param_groups},
+        # The streams of keyed randomness are promised per numpy version.
+        "versions": {"torch": torch.__version__, "numpy": np.__version__},
+    }
+
+
+def _empty_moments(
+    strategy: TrainingStrategy, shapes: dict[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, dict[str, Tensor]]:
+    """Room for the optimizer state that the checkpoint has, parameter by parameter.
+
+    A parameter that was never stepped (a frozen backbone) has none, in the checkpoint as here.
+    """
+    parameters = dict(strategy.named_parameters())
+    moments: dict[str, dict[str, Tensor]] = {}
+    for full_name, (shape, dtype) in shapes.items():
+        if not full_name.startswith(_OPTIMIZER):
+            continue
+        name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition(".")
+        if name not in parameters:
+            raise IncompatibleCheckpoint(f"the checkpoint has optimizer state for {name!r}, which this model has not")
+        like = parameters[name].detach()
+        # zeros_like keeps the layout of a sharded parameter; the step counter is a plain scalar.
+        moments.setdefault(name, {})[key] = (
+            torch.zeros_like(like, dtype=dtype)
+            if shape == like.shape
+            else torch.zeros(shape, dtype=dtype, device=like.device)
+        )
+    return moments
+
+
+def _check_same_tensors(saved: dict[str, tuple[torch.Size, torch.dtype]], present: dict[str, Tensor]) -> None:
+    problems = [f"{name} is missing in the checkpoint" for name in sorted(present.keys() - saved.keys())]
+    problems += [f"{name} is not in this model" for name in sorted(saved.keys() - present.keys())]
+    for name in sorted(saved.keys() & present.keys()):
+        shape, dtype = saved[name]
+        if shape != present[name].shape or dtype != present[name].dtype:
+            problems.append(
+                f"{name} is {tuple(shape)} {dtype} in the checkpoint and "
+                f"{tuple(present[name].shape)} {present[name].dtype} in this model"
+            )
+    if problems:
+        raise IncompatibleCheckpoint(
+            "; ".join(problem.replace(_MODEL, "") for problem in problems[:5])
+            + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
+            "resume with the model options that the run was started with",
+        )
+
+
+def _index_file(manifest: CheckpointManifest) -> str:
+    for entry in manifest.files:
+        if entry.name.startswith("index-"):
+            return entry.name
+    raise CorruptCheckpoint(f"the checkpoint of step {manifest.step} has no index file")

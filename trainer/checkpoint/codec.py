@@ -1,0 +1,323 @@
+"""torch state <-> the files of a checkpoint.
+
+torch.distributed.checkpoint plans who writes and reads what, so a checkpoint reshards to any world
+size and strategy. Its own metadata is a pickle; ours is JSON (`index-a<attempt>.json`): for each
+tensor its dtype, shape and chunks, for each chunk the file and the byte range. A rank's chunks lie one
+after the other in its shard file. Nothing in a checkpoint is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from trainer.spec.errors import CheckpointError, CorruptCheckpoint, StorageError, VitraError
+from trainer.store.manifest import FileEntry
+
+INDEX_VERSION = 1
+#: Chunks begin at multiples of this many bytes, so that a mapped file gives aligned tensors.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where one chunk of a tensor lies: `length` bytes of `file` from `start`."""
+
+    file: str
+    start: int
+    length: int
+
+
+#: Writes a new file of the checkpoint from its parts; returns what the manifest says of it.
+CreateFile = Callable[[str, Iterable[memoryview]], FileEntry]
+#: (file, start, length) -> the bytes.
+ReadRange = Callable[[str, int, int], bytes]
+
+
+def save_tensors(
+    tensors: dict[str, Tensor],
+    *,
+    shard_name: str,
+    create: CreateFile,
+    group: dist.ProcessGroup | None,
+) -> tuple[dict[str, Any], list[FileEntry]] | None:
+    """Write `tensors`, each byte once however many ranks hold it.
+
+    Collective over `group`; every rank passes the same names. On rank 0 returns the index (a JSON
+    object; its key "state" is the caller's to fill) and the entries of all shard files, elsewhere
+    None. Nothing is committed: the shards count only once a manifest lists them.
+
+    Raises:
+        StorageError (or the VitraError that a rank met): on every rank, if one could not write.
+    """
+    writer = _ShardWriter(shard_name, create)
+    # The state is flat already, so the planner must not rename anything.
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    try:
+        dcp.save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=None if alone else group,
+            no_dist=alone,
+        )
+    except CheckpointException as err:
+        raise _first_failure(err) from err
+    return None if writer.index is None else (writer.index, writer.entries)
+
+
+def load_tensors(
+    tensors: dict[str, Tensor],
+    index: Metadata,
+    *,
+    read: ReadRange,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Fill `tensors` in place from a checkpoint, each rank reading only what it needs.
+
+    Collective over `group`. Every name must be in the index, with the same global shape: check that
+    first (`tensor_shapes`).
+    """
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    try:
+        dcp.load(
+            tensors,
+            storage_reader=_ShardReader(index, read),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=None if alone else group,
+            no_dist=alone,
+        )
+    except CheckpointException as err:
+        raise _first_failure(err) from err
+
+
+def parse_index(data: bytes) -> tuple[Metadata, dict[str, Any]]:
+    """Read an index file: the tensors' places, and its "state".
+
+    Raises:
+        CorruptCheckpoint: it is not an index that this version wrote.
+    """
+    try:
+        document = json.loads(data)
+        state = dict(document["state"])
+        if document["version"] != INDEX_VERSION:
+            raise CorruptCheckpoint(f"index version {document['version']!r} is not {INDEX_VERSION}")
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, Chunk] = {}
+        for name, entry in document["tensors"].items():
+            chunks = []
+            for number, chunk in enumerate(entry["chunks"]):
+                offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+                place = Chunk(str(chunk["file"]), int(chunk["start"]), int(chunk["length"]))
+                places[MetadataIndex(name, offsets, number)] = place
+            tensors[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=_dtype(entry["dtype"])),
+                size=torch.Size(entry["shape"]),
+                chunks=chunks,
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CorruptCheckpoint(f"unreadable index: {err}") from err
+    return Metadata(state_dict_metadata=tensors, storage_data=places), state
+
+
+def tensor_shapes(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Global shape and dtype of each tensor in a checkpoint."""
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+class _ShardWriter(StorageWriter):
+    """Writes one rank's chunks into one new file; on rank 0 also puts the index together."""
+
+    def __init__(self, shard_name: str, create: CreateFile) -> None:
+        self._shard_name = shard_name
+        self._create = create
+        self.index: dict[str, Any] | None = None
+        self.entries: list[FileEntry] = []
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+
+        def parts() -> Iterator[memoryview]:
+            end = 0
+            for item in plan.items:
+                assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn}: only tensors go into a checkpoint"
+                data = _bytes_of(planner.resolve_data(item))
+                start = -(-end // _ALIGNMENT) * _ALIGNMENT
+                if start > end:
+                    yield memoryview(bytes(start - end))
+                yield data
+                end = start + len(data)
+                results.append(WriteResult(item.index, len(data), Chunk(self._shard_name, start, len(data))))
+
+        if plan.items:
+            entry = self._create(self._shard_name, parts())
+            # The store may have had to take another name, where a failed save left this one behind.
+            results = [
+                WriteResult(
+                    r.index,
+                    r.size_in_bytes,
+                    (Chunk(entry.name, r.storage_data.start, r.storage_data.length), entry),
+                )
+                for r in results
+            ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places: dict[MetadataIndex, Chunk] = {}
+        entries: dict[str, FileEntry] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            chunk, entry = result.storage_data
+            places[result.index] = chunk
+            entries[entry.name] = entry
+        tensors = {}
+        for name, info in metadata.state_dict_metadata.items():
+            assert isinstance(info, TensorStorageMetadata), f"{name}: only tensors go into a checkpoint"
+            tensors[name] = {
+                "dtype": str(info.properties.dtype).removeprefix("torch."),
+                "shape": list(info.size),
+                "chunks": [
+                    {
+                        "offsets": list(chunk.offsets),
+                        "sizes": list(chunk.sizes),
+                        **vars(places[MetadataIndex(name, chunk.offsets)]),
+                    }
+                    for chunk in info.chunks
+                ],
+            }
+        self.index = {"version": INDEX_VERSION, "state": {}, "tensors": tensors}
+        self.entries = [entries[name] for name in sorted(entries)]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the base class's signature
+        return False  # a checkpoint is never named by path here
+
+
+class _ShardReader(StorageReader):
+    """Copies byte ranges of shard files into the tensors that a load plan names."""
+
+    def __init__(self, index: Metadata, read: ReadRange) -> None:
+        self._index = index
+        self._read = read
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        return self._index
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        shapes = self._index.state_dict_metadata
+        for item in plan.items:
+            assert item.type != LoadItemType.BYTE_IO, "only tensors are in a checkpoint"
+            place = self._index.storage_data[item.storage_index]
+            info = shapes[item.storage_index.fqn]
+            assert isinstance(info, TensorStorageMetadata)
+            sizes = next(c.sizes for c in info.chunks if c.offsets == item.storage_index.offset)
+            data = bytearray(self._read(place.file, place.start, place.length))
+            if len(data) != place.length or place.length != sizes.numel() * info.properties.dtype.itemsize:
+                raise CorruptCheckpoint(f"{place.file}: {item.storage_index.fqn} has {len(data)} bytes")
+            chunk = _tensor_of(data, info.properties.dtype).reshape(sizes)
+            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                chunk = chunk.narrow(dimension, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(chunk)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the base class's signature
+        return False
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpoint(f"unknown dtype {name!r} in the index")
+    return dtype
+
+
+def _first_failure(err: CheckpointException) -> VitraError:
+    """The error of the lowest failing rank, as one of ours.
+
+    CheckpointException is no Exception but a BaseException, so it must not travel further.
+    """
+    rank, (cause, _) = min(err.failures.items())
+    if isinstance(cause, VitraError):
+        return cause
+    if isinstance(cause, OSError):
+        return StorageError(f"rank {rank}: {cause}")
+    return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")
+
+
+def read_file_range(directory: Path) -> ReadRange:
+    """Ranges of the files in a local directory."""
+
+    def read(name: str, start: int, length: int) -> bytes:
+        with (directory / name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    return read

@@ -1,0 +1,140 @@
+"""Models and data sets: what the trainer asks of them, and how a `kind` becomes an object.
+
+A `kind` is a built-in name or `package.module:factory`. A factory is called as
+
+    data:   factory(options: Mapping[str, Any], seed: int) -> Dataset
+    model:  factory(options: Mapping[str, Any], context: ModelContext) -> Model
+
+and what it returns needs nothing but the members of the protocols below; there is no base class to
+inherit and nothing to register.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.data.keyed import SampleRandom
+from trainer.spec.errors import SpecError, UsageError
+
+#: One sample as a data worker holds it: arrays of fixed shape, by name.
+Sample = dict[str, np.ndarray]
+#: Many samples, stacked: tensors whose first dimension is the sample.
+Batch = dict[str, Tensor]
+
+BUILT_IN_DATA = {
+    "lerobot": "trainer.data.lerobot:build",
+    "synthetic": "trainer.data.synthetic:build",
+}
+BUILT_IN_MODELS = {"vla": "trainer.models.vla:build"}
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Training samples, numbered 0 to len - 1. Opened once a process; forked into data workers."""
+
+    #: What a model needs to know of the samples (shapes, statistics); agreed between the two.
+    meta: Any
+
+    def __len__(self) -> int:
+        """The number of training samples; what is held out for evaluation does not count."""
+        ...
+
+    def sample(self, index: int, rng: SampleRandom) -> Sample:
+        """Sample `index`. Whatever is random about it must come from `rng`.
+
+        Raises:
+            DataError: it cannot be read; names the file and the sample.
+        """
+        ...
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Stack samples (with what the model's `draw` added to each) into one batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model may know of the run that it is built for."""
+
+    data_meta: Any
+    repeated_diffusion_steps: int
+
+
+@runtime_checkable
+class Model(Protocol):
+    """An nn.Module that offers, beside its parameters, what a run needs to train it exactly.
+
+    `forward(batch)` returns the SUM of the loss over the valid elements, a float32 scalar;
+    `loss_count(batch)` how many valid elements there are, from the batch alone. The trainer divides
+    the one by the other over the whole global batch, so unequal masks cannot skew the mean.
+    """
+
+    #: Prefixes of parameter names that make up the backbone; all others are the action model.
+    backbone_prefixes: tuple[str, ...]
+    #: Module classes to shard one by one, and to recompute in the backward pass.
+    shard_classes: tuple[type[nn.Module], ...]
+    checkpoint_classes: tuple[type[nn.Module], ...]
+
+    def forward(self, batch: Batch) -> Tensor: ...
+
+    def loss_count(self, batch: Batch) -> int: ...
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one full-sized parameter in place, drawing only from `generator`."""
+        ...
+
+    def init_buffers(self) -> None:
+        """Fill all buffers in place, deterministically."""
+        ...
+
+
+@runtime_checkable
+class DrawsPerSample(Protocol):
+    """A model whose per-sample draws (noise, timesteps) are made in the data workers.
+
+    `draws` is a small picklable callable without parameters or tensors of the model.
+    """
+
+    draws: Callable[[Sample, SampleRandom], Sample]
+
+
+@runtime_checkable
+class Evaluates(Protocol):
+    """A model that can judge itself on held-out data at the end of a run.
+
+    `evaluate` is called on every rank with its share of the work (rank, world_size) and yields
+    progress messages; it returns sums that are added up over ranks, and `summarize_evaluation` turns the
+    added-up sums into the recorded figures (name -> value).
+    """
+
+    def evaluate(self, data: Dataset, seed: int, rank: int, world_size: int) -> Mapping[str, float]: ...
+
+    def summarize_evaluation(self, sums: Mapping[str, float]) -> Mapping[str, float]: ...
+
+
+def resolve(kind: str, built_in: Mapping[str, str], field: str) -> Callable[..., Any]:
+    """The factory that `kind` names.
+
+    Raises:
+        UsageError: no such module or attribute; `field` is named.
+    """
+    target = built_in.get(kind, kind)
+    module_name, _, attribute = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ImportError as err:
+        raise UsageError(f"{field}: {kind!r} cannot be imported: {err}") from err
+    except AttributeError as err:
+        raise UsageError(f"{field}: {module_name} has no {attribute!r}") from err
+    if not callable(found):
+        raise UsageError(f"{field}: {kind!r} is {type(found).__name__}, not something to call")
+    return found

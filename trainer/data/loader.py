@@ -1,0 +1,158 @@
+"""From the global order to micro-batches: what one rank trains on, step by step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset as TorchDataset
+
+from trainer.components import Batch, Dataset, Sample
+from trainer.data.keyed import SampleRandom, keyed_generator
+from trainer.data.order import SampleOrder, rank_positions
+from trainer.spec.plan import Plan
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All that one rank trains in one optimizer step.
+
+    `epoch` is the epoch of the step's first sample over all ranks; `ids` this rank's sample ids in
+    the order it trains them.
+    """
+
+    step: int
+    epoch: int
+    ids: list[int]
+    micro_batches: list[Batch]
+
+
+def reseed(*key: int | str) -> None:
+    """Seed torch, numpy and random from `key`, so that no state has to survive a restart.
+
+    torch's CPU generator uses the low 32 bits of its seed only.
+    """
+    words = keyed_generator(*key).integers(0, 2**32, size=3, dtype=np.uint64)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))  # noqa: NPY002 - the global stream is what is being seeded
+    random.seed(int(words[2]))
+
+
+class _AtPosition(TorchDataset[Sample]):
+    """The samples of a data set by their position in the endless stream."""
+
+    def __init__(
+        self, data: Dataset, order: SampleOrder, seed: int, draws: Callable[[Sample, SampleRandom], Sample] | None
+    ) -> None:
+        self._data = data
+        self._order = order
+        self._seed = seed
+        self._draws = draws
+
+    def __getitem__(self, position: int) -> Sample:
+        epochs, indices = self._order.at(np.array([position], dtype=np.int64))
+        epoch, index = int(epochs[0]), int(indices[0])
+        # A data set that draws from the global generators in spite of the protocol is still exact.
+        reseed(self._seed, "sample", epoch, index)
+        rng = SampleRandom(self._seed, epoch, index)
+        sample = self._data.sample(index, rng)
+        return self._draws(sample, rng) if self._draws else sample
+
+
+class RankLoader:
+    """Yields a StepInput for each step from `start_step` + 1 to the plan's last.
+
+    Args:
+        plan: fixes batch sizes, seed and total steps.
+        data: the opened data set.
+        draws: per-sample draws of the model, made where the sample is loaded.
+        rank: of the `plan.world_size` ranks.
+        start_step: the last finished optimizer step; 0 for a fresh run.
+        pin_memory: stage batches in pinned memory (CUDA).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        data: Dataset,
+        draws: Callable[[Sample, SampleRandom], Sample] | None,
+        *,
+        rank: int,
+        start_step: int,
+        pin_memory: bool = False,
+    ) -> None:
+        assert plan.total_steps is not None, "the probe fixes total_steps before a run starts"
+        self._plan = plan
+        self._rank = rank
+        self._start_step = start_step
+        self._order = SampleOrder(len(data), plan.spec.seed)
+        workers = plan.spec.data.num_workers
+        self._batches: DataLoader[Batch] = DataLoader(
+            _AtPosition(data, self._order, plan.spec.seed, draws),
+            batch_sampler=_Positions(self),
+            collate_fn=data.collate,
+            num_workers=workers,
+            prefetch_factor=plan.spec.data.prefetch_factor if workers else None,
+            pin_memory=pin_memory,
+            worker_init_fn=_start_worker,
+        )
+
+    def positions(self) -> Iterator[list[int]]:
+        """The stream positions of this rank's micro-batches, in training order."""
+        plan = self._plan
+        for step in range(self._start_step + 1, (plan.total_steps or 0) + 1):
+            for micro_step in range(plan.grad_accumulation_steps):
+                yield self._micro_positions(step, micro_step).tolist()
+
+    def _micro_positions(self, step: int, micro_step: int) -> np.ndarray:
+        plan = self._plan
+        return rank_positions(
+            step, micro_step, self._rank, plan.world_size, plan.global_batch_size, plan.per_device_batch_size
+        )
+
+    def __iter__(self) -> Iterator[StepInput]:
+        plan = self._plan
+        batches = iter(self._batches)
+        for step in range(self._start_step + 1, (plan.total_steps or 0) + 1):
+            micro_batches = [next(batches) for _ in range(plan.grad_accumulation_steps)]
+            mine = [self._micro_positions(step, m) for m in range(plan.grad_accumulation_steps)]
+            _, ids = self._order.at(np.concatenate(mine))
+            yield StepInput(
+                step=step,
+                epoch=(step - 1) * plan.global_batch_size // self._order.n,
+                ids=ids.tolist(),
+                micro_batches=micro_batches,
+            )
+
+    def __len__(self) -> int:
+        return max(0, (self._plan.total_steps or 0) - self._start_step)
+
+
+class _Positions:
+    """The loader's positions, afresh each time DataLoader asks for them."""
+
+    def __init__(self, loader: RankLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.positions()
+
+
+def _start_worker(_: int) -> None:
+    """Stop signals are for the rank, which decides when to stop: its data workers keep serving.
+
+    A worker must not outlive its rank, however that ends.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)

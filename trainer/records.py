@@ -1,0 +1,79 @@
+"""What a run writes about itself: metrics, sample ids and events, exact across any number of resumes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from trainer.spec.ranks import RankInfo
+from trainer.spec.rundir import LineLog, RunDir, append_event, json_line, read_lines, write_atomic
+
+
+class RunRecords:
+    """The record files of one attempt, as one rank writes them.
+
+    Metrics are written by the primary rank only, to metrics.jsonl of the run and of the attempt; sample ids
+    by each rank to its own file. Lines of steps beyond the resume step belong to work that no longer
+    counts: `rebuild` drops them before the attempt's first step.
+    """
+
+    def __init__(self, run_dir: RunDir, ranks: RankInfo, *, log_interval: int, sample_ids: bool) -> None:
+        self._run_dir = run_dir
+        self._ranks = ranks
+        self._log_interval = log_interval
+        self._sample_ids = sample_ids
+        self._metrics: list[LineLog] = []
+        self._samples: LineLog | None = None
+
+    def rebuild(self, resume_step: int) -> None:
+        """Cut all records back to `resume_step`. On the primary rank, before any rank opens its files.
+
+        Files of ranks beyond the present world are cut as well: they hold what an attempt of another
+        size trained.
+        """
+        for path in (self._run_dir.metrics, *self._run_dir.sample_files()):
+            _keep_up_to(path, resume_step)
+
+    def open(self) -> None:
+        """Open the files for appending; after `rebuild` has finished on the primary rank."""
+        if self._ranks.is_primary:
+            attempt = self._run_dir.attempt(self._ranks.attempt)
+            self._metrics = [LineLog(self._run_dir.metrics), LineLog(attempt.metrics)]
+        if self._sample_ids:
+            self._samples = LineLog(self._run_dir.samples(self._ranks.rank))
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Append one step's metrics, when it is due by the log interval."""
+        if record["step"] % self._log_interval == 0:
+            for log in self._metrics:
+                log.append(record)
+
+    def samples(self, step: int, ids: list[int]) -> None:
+        """Append the ids of the samples that this rank trained in `step`."""
+        if self._samples is not None:
+            self._samples.append({"step": step, "ids": ids})
+
+    def sync(self) -> None:
+        """Make everything written durable: a checkpoint must not outlive the records before it."""
+        for log in (*self._metrics, *([self._samples] if self._samples else [])):
+            log.sync()
+
+    def event(self, event: str, **details: Any) -> None:
+        """Append one event to events.jsonl, on the primary rank."""
+        if self._ranks.is_primary:
+            append_event(self._run_dir, event, attempt=self._ranks.attempt, **details)
+
+
+def _keep_up_to(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept: list[bytes] = []
+    last = -math.inf
+    for record in read_lines(path):
+        number = record.get("step")
+        # Strictly increasing: of two lines for one step only an interrupted rebuild could be the cause.
+        if isinstance(number, int) and last < number <= step:
+            kept.append(json_line(record))
+            last = number
+    write_atomic(path, b"".join(kept))

@@ -1,0 +1,200 @@
+"""The run directory: where each file lies, and how the append-only ones are written and read.
+
+A kill can come at every line. A file that is replaced is written under a new name, synced and renamed;
+a log of JSON lines is appended with one write a line, and a reader passes over a torn last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+class RunDir:
+    """The paths of one run directory (contract section 4)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.path / "overrides.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "submit.sbatch"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def cancel(self) -> Path:
+        return self.path / "CANCEL"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the one supervisor that lives; never removed."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    def samples(self, rank: int) -> Path:
+        return self.path / f"samples-rank{rank}.jsonl"
+
+    def sample_files(self) -> list[Path]:
+        """The sample files of all ranks, of however large a world."""
+        return sorted(self.path.glob("samples-rank*.jsonl"))
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.attempts / str(number))
+
+    def attempt_numbers(self) -> list[int]:
+        """The attempts that have a directory, in order."""
+        try:
+            names = [p.name for p in self.attempts.iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+class AttemptDir:
+    """The paths of attempts/K."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.path / "supervisor.log"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank_{rank}.log"
+
+    def exit(self, rank: int) -> Path:
+        return self.path / f"rank_{rank}.exit"
+
+    def report(self, rank: int) -> Path:
+        return self.path / f"rank_{rank}.report.json"
+
+
+def utc_now() -> str:
+    """The present time as ISO 8601 in UTC, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Publish `data` under `path`: a reader sees the old file or the whole new one. Durable on return."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LineLog:
+    """An append-only file of JSON lines, each written whole by one call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        end = os.fstat(self._descriptor).st_size
+        # A line torn by a full disk must not swallow the next one.
+        if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
+            os.write(self._descriptor, b"\n")
+
+    def append(self, record: dict[str, Any]) -> None:
+        os.write(self._descriptor, json_line(record))
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> LineLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def json_line(record: dict[str, Any]) -> bytes:
+    """One line of JSON; floats are written so that they read back bit-equal."""
+    return (json.dumps(record, separators=(", ", ": "), allow_nan=False) + "\n").encode()
+
+
+def append_event(run_dir: RunDir, event: str, **details: Any) -> None:
+    """Add one line to events.jsonl: {"at": UTC time, "event": name, ...}."""
+    with LineLog(run_dir.events) as log:
+        log.append({"at": utc_now(), "event": event, **details})
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines; nothing where there is no file. Torn lines are passed over."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record

@@ -1,0 +1,34 @@
+"""Strategy by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from trainer.spec.errors import UsageError
+from trainer.strategies.base import TrainingStrategy
+from trainer.strategies.ddp import DDPStrategy
+
+STRATEGIES: dict[str, type[TrainingStrategy]] = {"ddp": DDPStrategy}
+
+
+def get_train_strategy(train_strategy: str, **arguments: Any) -> TrainingStrategy:
+    """Build the strategy `train_strategy` from the constructor arguments of TrainingStrategy.
+
+    Raises:
+        UsageError: no such strategy, or an argument that the constructor does not know.
+    """
+    if train_strategy not in STRATEGIES:
+        raise UsageError(f"train.strategy={train_strategy!r} is not available", f"known: {', '.join(STRATEGIES)}")
+    known = [
+        name
+        for name, parameter in inspect.signature(TrainingStrategy.__init__).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
+    ]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UsageError(f"get_train_strategy does not know the argument {name!r}", meant)
+    return STRATEGIES[train_strategy](**arguments)

@@ -1,0 +1,254 @@
+"""The composition root: one process of a run, built in one visible order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.agree import Agreement
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.initial import load_initial_weights
+from trainer.components import (
+    BUILT_IN_DATA,
+    BUILT_IN_MODELS,
+    Dataset,
+    DrawsPerSample,
+    Evaluates,
+    ModelContext,
+    resolve,
+)
+from trainer.context import TrainContext
+from trainer.data.keyed import keyed_generator
+from trainer.data.loader import RankLoader
+from trainer.loop import LoopEnd
+from trainer.metrics import VLAMetrics
+from trainer.records import RunRecords
+from trainer.spec.errors import DataError, RankMismatch
+from trainer.spec.outcome import EXIT_SAVED
+from trainer.spec.plan import Plan
+from trainer.spec.ranks import RankInfo
+from trainer.spec.rundir import RunDir
+from trainer.spec.run import RunSpec
+from trainer.state import TrainState
+from trainer.stop import StopFlag
+from trainer.store.checkpoints import CheckpointStore
+from trainer.store.storage import open_storage
+from trainer.strategies.build import get_train_strategy
+
+log = logging.getLogger(__name__)
+
+# Ranks of one run start within seconds of each other; saving and loading happen under it too.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def run(run_dir: RunDir, environ: Mapping[str, str], stop: StopFlag, state: TrainState) -> int:
+    """Train the run in `run_dir` as the rank that `environ` describes; returns the exit code.
+
+    0: the last step is reached and saved. 75: asked to stop, the present step is saved. `state` is
+    advanced in place, so that the caller can report how far it came.
+
+    Raises:
+        VitraError: whatever ended it early; its class says whether trying again can help.
+    """
+    ranks = RankInfo.from_environ(environ)
+    plan = Plan.read(run_dir.attempt(ranks.attempt).plan)
+    _check_world(plan, ranks)
+    device = _prepare_torch(plan, ranks)
+
+    data = build_data(plan.spec)
+    if plan.n_samples != len(data):
+        raise DataError(
+            f"data: {len(data)} samples now, {plan.n_samples} when the run was submitted",
+            "the order of samples depends on their number: restore the data, or submit a new run",
+        )
+    model = build_model(plan.spec, data, device)
+    with _process_group(ranks, device) as group:
+        agree = Agreement(group)
+        records = RunRecords(
+            run_dir,
+            ranks,
+            log_interval=plan.spec.tracking.log_interval,
+            sample_ids=plan.spec.tracking.sample_ids,
+        )
+        storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
+        checkpoints = Checkpointer(
+            CheckpointStore(storage, plan.run_id),
+            plan=plan,
+            ranks=ranks,
+            agree=agree,
+            group=group,
+            records=records,
+        )
+        ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state)
+        strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
+        strategy.run_setup(run_dir.path, len(data))
+
+        checkpoints.restore(strategy, state)
+        if state.step == 0 and plan.spec.checkpoint.init_from is not None:
+            load_initial_weights(plan.spec.checkpoint.init_from, strategy)
+        if ranks.is_primary:
+            records.rebuild(state.step)
+        agree.barrier()
+        records.open()
+        records.event("started", step=state.step, world_size=plan.world_size, node=os.uname().nodename)
+        log.info("training from step %d to %d", state.step, plan.total_steps)
+
+        loader = RankLoader(
+            plan,
+            data,
+            model.draws if isinstance(model, DrawsPerSample) else None,
+            rank=ranks.rank,
+            start_step=state.step,
+            pin_memory=device.type == "cuda",
+        )
+        end = strategy.run_training(
+            loader,
+            VLAMetrics(records),
+            save_interval=plan.spec.checkpoint.save_interval,
+            start_global_step=state.step,
+        )
+        if end is LoopEnd.STOPPED:
+            log.info("stopped as asked; the newest checkpoint is that of step %s", checkpoints.saved_step)
+            return EXIT_SAVED
+        _evaluate(model, data, plan, ctx)
+        agree.barrier()
+    return 0
+
+
+def build_data(spec: RunSpec) -> Dataset:
+    """Open the data set that the spec names.
+
+    Raises:
+        UsageError: its kind cannot be imported. DataError: it cannot be read, or is empty.
+    """
+    factory = resolve(spec.data.kind, BUILT_IN_DATA, "data.kind")
+    data: Dataset = factory(spec.data.options, spec.seed)
+    if len(data) < 1:
+        raise DataError(f"data: {spec.data.kind} has no samples to train on")
+    return data
+
+
+def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:
+    """The model with its initial weights, the same at every world size and strategy.
+
+    Each parameter is filled from a generator of its own, keyed by (seed, name): what it holds depends
+    neither on the order of parameters nor on which rank fills it.
+    """
+    factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
+    with torch.device("meta"):
+        model = factory(spec.model.options, ModelContext(data.meta, spec.train.repeated_diffusion_steps))
+    model.to_empty(device=device)
+    generator = torch.Generator()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            seed = keyed_generator(spec.seed, "weights", name).integers(0, 2**63)
+            full = torch.empty(parameter.shape, dtype=parameter.dtype)
+            model.init_parameter(name, full, generator.manual_seed(int(seed)))
+            parameter.copy_(full)
+        model.init_buffers()
+    return model
+
+
+def _check_world(plan: Plan, ranks: RankInfo) -> None:
+    if ranks.world_size != plan.world_size:
+        raise RankMismatch(
+            f"rank {ranks.rank} finds a world of {ranks.world_size} processes, the plan has {plan.world_size}",
+            "start as many processes as the plan says; `vitra plan` shows it",
+        )
+
+
+def _prepare_torch(plan: Plan, ranks: RankInfo) -> torch.device:
+    """Fix what results depend on: threads, algorithms, device."""
+    spec = plan.spec
+    torch.set_num_threads(plan.threads_per_rank)
+    torch.set_num_interop_threads(1)
+    on_cuda = spec.resources.gpu_count > 0
+    deterministic = spec.train.deterministic if spec.train.deterministic is not None else not on_cuda
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if not on_cuda:
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise RankMismatch(
+            f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible on {os.uname().nodename}",
+            "ask for one GPU a process (resources.gpus_per_node), or set gpus_per_node: 0 to train on CPUs",
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def _process_group(ranks: RankInfo, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
+    """The default process group, and a gloo group for agreements; None in a world of one on CPU."""
+    if ranks.world_size == 1 and device.type == "cpu":
+        yield None
+        return
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"tcp://{ranks.master_addr}:{ranks.master_port}",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
+    finally:
+        # Only a clean end may wait for peers; after an error they may be gone.
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _strategy_arguments(plan: Plan, model: Any, ctx: TrainContext) -> dict[str, Any]:
+    train = plan.spec.train
+    return {
+        "vla": model,
+        "device_id": ctx.device.index or 0,
+        "stage": "train",
+        "epochs": train.epochs,
+        "max_steps": plan.total_steps,
+        "global_batch_size": plan.global_batch_size,
+        "per_device_batch_size": plan.per_device_batch_size,
+        "learning_rate": train.learning_rate,
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "warmup_ratio": train.warmup_ratio,
+        "enable_gradient_checkpointing": train.enable_gradient_checkpointing,
+        "enable_mixed_precision_training": train.enable_mixed_precision_training,
+        "reduce_in_full_precision": train.reduce_in_full_precision,
+        "mixed_precision_dtype": getattr(torch, train.mixed_precision_dtype),
+        "repeated_diffusion_steps": train.repeated_diffusion_steps,
+        "action_model_learning_rate": train.action_model_learning_rate,
+        "action_model_weight_decay": train.action_model_weight_decay,
+        "betas": train.betas,
+        "min_lr_ratio": train.min_lr_ratio,
+        "freeze_steps": train.freeze_steps,
+        "context": ctx,
+    }
+
+
+def _evaluate(model: Any, data: Dataset, plan: Plan, ctx: TrainContext) -> None:
+    """Judge the finished model on held-out data, each rank doing its part; recorded as an event."""
+    if not isinstance(model, Evaluates):
+        return
+    sums = model.evaluate(data, plan.spec.seed, ctx.ranks.rank, ctx.ranks.world_size)
+    names = sorted(sums)
+    if not names:
+        return
+    totals = dict(zip(names, ctx.agree.sum(*(sums[name] for name in names)), strict=True))
+    figures = model.summarize_evaluation(totals)
+    ctx.records.event("evaluated", step=ctx.state.step, **figures)
+    log.info("evaluated on held-out data: %s", ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+
+
