@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launcher.registry import find_run
+from launcher.registry import find_run, read_plan
 from trainer.spec.errors import NotFound
-from trainer.spec.plan import Plan
 
 
 def list_checkpoints(place: str, run_root: Path, *, verify: bool) -> dict[str, Any]:
     """What is at a checkpoint place; `place` is a run or the place itself.
 
-    `complete` is newest first; `damaged` has what a manifest promises and the files do not keep, with
-    --verify down to every byte; `incomplete` what never was a checkpoint.
+    `complete` is newest first; `damaged` has what a manifest promises and the files do not keep,
+    with --verify down to every byte; `incomplete` what never was a checkpoint.
 
     Raises:
         NotFound: neither a run nor a place with checkpoints.
@@ -26,11 +25,13 @@ def list_checkpoints(place: str, run_root: Path, *, verify: bool) -> dict[str, A
     store = CheckpointStore.existing(open_storage(uri, options))
     survey = store.survey()
     complete: list[dict[str, Any]] = []
-    damaged = [{"step": s.step, "attempt": s.attempt, "reason": s.reason} for s in survey.damaged]
+    damaged = [_row(one.step, one.attempt, one.reason) for one in survey.damaged]
     for ref in survey.complete:
         problems = store.verify(ref) if verify else []
+        if problems and not store.is_current(ref):
+            continue  # retired or replaced by the running attempt while it was read
         if problems:
-            damaged.append({"step": ref.step, "attempt": ref.attempt, "reason": "; ".join(problems)})
+            damaged.append(_row(ref.step, ref.attempt, "; ".join(problems)))
             continue
         manifest = ref.manifest
         complete.append(
@@ -45,7 +46,7 @@ def list_checkpoints(place: str, run_root: Path, *, verify: bool) -> dict[str, A
             }
         )
     incomplete = [
-        {"step": s.step, "attempt": s.attempt, "reason": s.reason} for s in (*survey.torn, *survey.ignored)
+        _row(one.step, one.attempt, one.reason) for one in (*survey.torn, *survey.ignored)
     ]
     return {
         "uri": uri,
@@ -57,6 +58,10 @@ def list_checkpoints(place: str, run_root: Path, *, verify: bool) -> dict[str, A
     }
 
 
+def _row(step: int, attempt: int | None, reason: str) -> dict[str, Any]:
+    return {"step": step, "attempt": attempt, "reason": reason}
+
+
 def _place(place: str, run_root: Path) -> tuple[str, dict[str, Any]]:
     if "://" in place or (Path(place) / "owner.json").is_file():
         return place, {}
@@ -64,7 +69,9 @@ def _place(place: str, run_root: Path) -> tuple[str, dict[str, Any]]:
         run_dir = find_run(place, run_root)
     except NotFound as err:
         if Path(place).is_dir():
-            raise NotFound(f"{place}: neither a run nor a checkpoint place (no run.json, no owner.json)") from err
+            raise NotFound(
+                f"{place}: neither a run nor a checkpoint place (no run.json, no owner.json)"
+            ) from err
         raise
-    planned = Plan.read(run_dir.plan)
+    planned = read_plan(run_dir)
     return planned.checkpoint_uri, planned.spec.checkpoint.storage_options

@@ -1,11 +1,13 @@
-"""The command line: parses, calls, prints. No logic, and nothing heavy is imported before it is needed."""
+"""The command line: parses, calls, prints. No logic, and nothing heavy imported before its time."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -24,39 +26,50 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
+SpecPath = Annotated[
+    Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)
+]
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's directory, id, name, or the beginning of its id.")
+    str,
+    typer.Argument(metavar="RUN", help="A run's directory, id, name, or the beginning of its id."),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override a key of the spec; may be repeated."),
+    typer.Option(
+        "-o", "--override", metavar="KEY=VALUE", help="Override a key of the spec; may be repeated."
+    ),
 ]
 RunRoot = Annotated[
     str | None,
-    typer.Option("--run-root", metavar="DIR", help="Where runs live.  [default: $VITRA_RUN_ROOT, or ./runs]"),
+    typer.Option(
+        "--run-root", metavar="DIR", help="Where runs live.  [default: $VITRA_RUN_ROOT, or ./runs]"
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")
+]
 
 
 def main() -> NoReturn:
     """The `vitra` command. Prints an error as one line and exits with its class's code."""
     from trainer.spec.errors import VitraError
 
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
     try:
         app()
     except VitraError as err:
-        _complain(str(err))
+        _say(str(err))
         sys.exit(err.exit_code)
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does; that is no fault of the run.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as err:  # noqa: BLE001 - the last line of defence: a log for us, a line for the user
         sys.exit(_unexpected(err))
     sys.exit(0)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """Until a supervisor takes the signals over: end, and undo on the way what was half done."""
+    sys.exit(128 + number)
 
 
 @app.command()
@@ -64,15 +77,19 @@ def submit(
     spec: SpecPath,
     override: Overrides = None,
     run_root: RunRoot = None,
-    local: Annotated[bool, typer.Option("--local", help="Run it on this machine, to the end.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run it on this machine, to the end.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and what would be started; touch nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show the plan and what would be started; touch nothing."),
     ] = False,
     json_: Json = False,
 ) -> None:
     """Check a spec, plan it exactly, and run it."""
     from datetime import datetime
 
+    from launcher.lock import RunLock
     from launcher.submit import draft, script, submit_local
     from trainer.spec.errors import UsageError
 
@@ -85,13 +102,16 @@ def submit(
             "submitting to Slurm is not yet part of this version",
             "add --local to run on this machine, or --dry-run to see the batch script",
         )
-    run_dir, planned = submit_local(drafted, environ=os.environ, say=_say, now=datetime.now().astimezone())
-    _announce(run_dir, planned, as_json=json_)
-    _supervise(run_dir)
+    run_dir = submit_local(drafted, environ=os.environ, say=_say, now=datetime.now().astimezone())
+    with RunLock(run_dir.lock):
+        _announce(run_dir, as_json=json_)
+        _supervise(run_dir)
 
 
 @app.command()
-def plan(spec: SpecPath, override: Overrides = None, run_root: RunRoot = None, json_: Json = False) -> None:
+def plan(
+    spec: SpecPath, override: Overrides = None, run_root: RunRoot = None, json_: Json = False
+) -> None:
     """Show the plan alone: world size, batch, steps."""
     from launcher.planner import public_view
     from launcher.show import plan_lines
@@ -116,6 +136,7 @@ def resume(
     json_: Json = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint, where it ran before."""
+    from launcher.lock import RunLock
     from launcher.registry import read_record
     from launcher.resume import prepare_resume
     from trainer.spec.errors import UsageError
@@ -123,13 +144,14 @@ def resume(
     run_dir = _find(run, run_root)
     if not local and read_record(run_dir).scheduler != "local":
         raise UsageError("resuming on Slurm is not yet part of this version", "add --local")
-    planned = prepare_resume(run_dir, override or [], allow_change=allow_change, environ=os.environ, say=_say)
-    if planned is None:
-        if json_:
-            _print_json({"run_id": run_dir.path.name, "run_dir": str(run_dir.path), "job_id": None})
-        return
-    _announce(run_dir, planned, as_json=json_)
-    _supervise(run_dir)
+    # Held from before the first look, so that of two resumes at once one changes nothing.
+    with RunLock(run_dir.lock):
+        planned = prepare_resume(
+            run_dir, override or [], allow_change=allow_change, environ=os.environ, say=_say
+        )
+        _announce(run_dir, as_json=json_)
+        if planned is not None:
+            _supervise(run_dir)
 
 
 @app.command()
@@ -148,7 +170,9 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
 @app.command()
 def checkpoints(
     place: Annotated[str, typer.Argument(metavar="RUN|URI", help="A run, or a checkpoint place.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte against its digest.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte against its digest.")
+    ] = False,
     run_root: RunRoot = None,
     json_: Json = False,
 ) -> None:
@@ -184,27 +208,29 @@ def _show_dry_run(planned: Plan, script: str | None, *, as_json: bool) -> None:
         _print_lines([*plan_lines(planned), "", *script.splitlines()])
 
 
-def _announce(run_dir: RunDir, planned: Plan, *, as_json: bool) -> None:
+def _announce(run_dir: RunDir, *, as_json: bool) -> None:
     if as_json:
-        _print_json({"run_id": planned.run_id, "run_dir": str(run_dir.path), "job_id": None})
+        _print_json({"run_id": run_dir.path.name, "run_dir": str(run_dir.path), "job_id": None})
     else:
-        _say(f"run {planned.run_id} in {run_dir.path}")
+        _say(f"run {run_dir.path.name} in {run_dir.path}")
 
 
-def _supervise(run_dir: RunDir) -> None:
-    """Run here to the end, and exit with what came of it."""
+def _supervise(run_dir: RunDir) -> NoReturn:
+    """Run here to the end, and exit with what came of it. The caller holds the run's lock."""
     from launcher.job import Supervisor
     from launcher.progress import follow
+    from launcher.registry import as_argument, read_record
     from launcher.schedulers.local import LocalLauncher
     from launcher.show import ending_lines
 
+    launcher = LocalLauncher(os.environ, Path(read_record(run_dir).working_dir))
     progress = follow(run_dir)
     try:
-        ending = Supervisor(run_dir, LocalLauncher(os.environ), progress).run()
+        ending = Supervisor(run_dir, launcher, progress).run()
     finally:
         progress.close()
-    for line in ending_lines(run_dir, ending):
-        sys.stderr.write(line + "\n")
+    for line in ending_lines(run_dir, ending, as_argument(run_dir, os.environ)):
+        _say(line)
     sys.exit(_exit_code(ending))
 
 
@@ -214,28 +240,27 @@ def _exit_code(ending: Ending) -> int:
 
     if ending.state is RunState.COMPLETED:
         return 0
-    if ending.signal is not None:
+    if ending.state is RunState.CANCELLED and ending.signal is not None:
         return 128 + ending.signal
     return CheckpointError.exit_code if ending.exit_code == CheckpointError.exit_code else 5
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    from launcher.progress import write
 
-
-def _complain(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    write(sys.stderr, f"{text}\n")
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
-    sys.stdout.flush()
+    from launcher.progress import write
+
+    write(sys.stdout, json.dumps(document, indent=1) + "\n")
 
 
 def _print_lines(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    from launcher.progress import write
+
+    write(sys.stdout, "\n".join(lines) + "\n")
 
 
 def _unexpected(err: Exception) -> int:
@@ -244,7 +269,7 @@ def _unexpected(err: Exception) -> int:
 
     with tempfile.NamedTemporaryFile("w", prefix="vitra-", suffix=".log", delete=False) as file:
         traceback.print_exception(err, file=file)
-    _complain(f"unexpected {type(err).__name__}: {err}; the traceback is in {file.name}")
+    _say(f"unexpected {type(err).__name__}: {err}; the traceback is in {file.name}")
     return 1
 
 

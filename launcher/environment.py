@@ -1,4 +1,4 @@
-"""The environment of a rank: what vitra sets, and what of the surrounding shell must not reach it."""
+"""The environment of a rank: what vitra sets, and what of the shell around it must not reach it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Mapping
 
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import LAUNCH_VARIABLES
+from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
 
 #: Left over in a shell from another launcher or allocation, these send ranks looking for strangers.
 _STALE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_")
-_STALE_NAMES = frozenset((*LAUNCH_VARIABLES, "VITRA_PARENT_PID", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"))
+_STALE_NAMES = frozenset(
+    (*LAUNCH_VARIABLES, "VITRA_PARENT_PID", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+)
 
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
@@ -22,7 +25,15 @@ def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def rank_environment(environ: Mapping[str, str], plan: Plan, run_dir: RunDir, attempt: int) -> dict[str, str]:
+def component_environment(environ: Mapping[str, str], spec: RunSpec) -> dict[str, str]:
+    """What a component of the spec finds around it, in a rank as in the probe."""
+    own = {name: value for name, value in spec.resources.env.items() if value is not None}
+    return without_stale(environ) | own
+
+
+def rank_environment(
+    environ: Mapping[str, str], plan: Plan, run_dir: RunDir, attempt: int
+) -> dict[str, str]:
     """All but the rank's own numbers (RANK, LOCAL_RANK, MASTER_ADDR ...).
 
     Threads are fixed, and MKL is told to compute alike whatever a buffer's alignment, since both
@@ -38,10 +49,9 @@ def rank_environment(environ: Mapping[str, str], plan: Plan, run_dir: RunDir, at
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONUNBUFFERED": "1",
     }
-    own = {name: value for name, value in plan.spec.resources.env.items() if value is not None}
-    return (
-        without_stale(environ)
-        | fixed
-        | own
-        | {"VITRA_RUN_ID": plan.run_id, "VITRA_RUN_DIR": str(run_dir.path), "VITRA_ATTEMPT": str(attempt)}
-    )
+    launch = {
+        "VITRA_RUN_ID": plan.run_id,
+        "VITRA_RUN_DIR": str(run_dir.path),
+        "VITRA_ATTEMPT": str(attempt),
+    }
+    return component_environment({**environ, **fixed}, plan.spec) | launch

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from pydantic import ValidationError
 
 from launcher.judge import Decision, Finding, PastAttempt, decide, judge
-from launcher.lock import RunLock
 from launcher.progress import Progress
 from launcher.schedulers.base import RankGroup, RankLauncher
-from trainer.spec.errors import CheckpointError, StorageError, VitraError
-from trainer.spec.outcome import Outcome, RankExit, RankReport, RunState, Verdict
+from launcher.status import finished_steps
+from trainer.spec.errors import StorageError, VitraError
+from trainer.spec.outcome import EXIT_SAVED, Outcome, RankExit, RankReport, RunState, Verdict
 from trainer.spec.plan import Plan
-from trainer.spec.rundir import AttemptDir, LineLog, RunDir, append_event, read_lines, utc_now, write_atomic
+from trainer.spec.rundir import (
+    AttemptDir,
+    LineLog,
+    RunDir,
+    append_event,
+    read_lines,
+    utc_now,
+    write_atomic,
+)
 
 _POLL_S = 0.1
 #: After one rank has failed its peers fail as well, when they lose it; then they are ended.
@@ -49,7 +55,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, run_dir: RunDir, launcher: RankLauncher, progress: Progress, *, job_id: str | None = None
+        self,
+        run_dir: RunDir,
+        launcher: RankLauncher,
+        progress: Progress,
+        *,
+        job_id: str | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._launcher = launcher
@@ -58,39 +69,54 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> Ending:
-        """Supervise to the end.
+        """Supervise to the end. The caller holds the run's lock.
 
         Raises:
-            UsageError: another supervisor lives. CheckpointError: the checkpoint place refused.
+            CheckpointError: the checkpoint place or the run directory failed or refused.
+            SchedulerError: the ranks could not be started.
         """
-        lock = RunLock(self._run_dir.lock)
-        lock.take()
         try:
             with self._signals_counted():
                 return self._attempts()
-        finally:
-            lock.release()
+        except (VitraError, OSError) as err:
+            # Nobody else is left to record how the run stands.
+            with suppress(OSError):
+                self._finish(RunState.FAILED, Verdict.ERROR, str(err))
+            if isinstance(err, OSError):
+                raise StorageError(f"run directory {self._run_dir.path}: {err}") from err
+            raise
 
     def _attempts(self) -> Ending:
         while True:
             if self._run_dir.cancel.exists():
-                return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "cancelled before it started")
+                return self._finish(
+                    RunState.CANCELLED, Verdict.CANCELLED, "cancelled before it started"
+                )
             if self._signals:
-                return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts")
+                return self._finish(
+                    RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts"
+                )
             finding, decision = self._attempt()
             if not decision.restart:
-                return self._finish(decision.state, decision.verdict, decision.reason, finding.exit_code)
-            append_event(self._run_dir, "requeued", verdict=decision.verdict, reason=decision.reason)
+                return self._finish(
+                    decision.state, decision.verdict, decision.reason, finding.exit_code
+                )
+            append_event(
+                self._run_dir, "requeued", verdict=decision.verdict, reason=decision.reason
+            )
             self._progress.message(f"{decision.verdict}: {decision.reason}; starting again")
 
     def _attempt(self) -> tuple[Finding, Decision]:
         plan = Plan.read(self._run_dir.plan)
         attempt, resume = self._claim(plan)
         files = self._run_dir.attempt(attempt)
-        files.logs.mkdir(parents=True, exist_ok=True, mode=0o750)
+        for directory in (files.path, files.logs):
+            directory.mkdir(exist_ok=True, mode=0o750)
         write_atomic(files.plan, plan.model_dump_json(indent=1).encode())
         started_at = utc_now()
-        append_event(self._run_dir, "attempt", attempt=attempt, resume_step=resume, job_id=self._job_id)
+        append_event(
+            self._run_dir, "attempt", attempt=attempt, resume_step=resume, job_id=self._job_id
+        )
         with LineLog(files.supervisor_log) as log:
             note = _Notes(log)
             note(f"attempt {attempt}: {plan.world_size} ranks, checkpoint to resume from: {resume}")
@@ -103,10 +129,13 @@ class Supervisor:
                 raise
             reports = _read_reports(files, plan.world_size)
             finding = judge(
-                exits, reports, total_steps=plan.total_steps, stop_asked=bool(self._signals) or self._cancelled()
+                exits,
+                reports,
+                total_steps=plan.total_steps,
+                stop_asked=bool(self._signals) or self._cancelled(),
             )
             note(f"verdict {finding.verdict}: {finding.reason}")
-        first, last = _steps(files, reports, resume)
+        first, last = finished_steps(self._run_dir, attempt, reports)
         outcome = Outcome(
             attempt=attempt,
             verdict=finding.verdict,
@@ -121,28 +150,43 @@ class Supervisor:
             ended_at=utc_now(),
         )
         write_atomic(files.outcome, outcome.model_dump_json(indent=1).encode())
-        append_event(self._run_dir, "ended", attempt=attempt, verdict=finding.verdict, reason=finding.reason)
+        append_event(
+            self._run_dir, "ended", attempt=attempt, verdict=finding.verdict, reason=finding.reason
+        )
         return finding, decide(finding, _history(self._run_dir), plan.spec.retry)
 
     def _claim(self, plan: Plan) -> tuple[int, int | None]:
-        """Take the next attempt number; returns it and the step of the checkpoint it may resume from."""
+        """Take the next attempt number; returns it and the step that it may resume from at most."""
         from trainer.store.checkpoints import CheckpointStore
         from trainer.store.storage import open_storage
 
         storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
         store = CheckpointStore(storage, plan.run_id)
         store.own()
-        # attempts/ counts as well: the checkpoint place may be a new one, where nothing is claimed yet.
+        # Looked at before the claim, which turns the reason of each into "no part of the run".
+        survey = store.survey()
         claim = store.claim_next(
             self._job_id,
             None,
+            # The checkpoint place may be a new one, where nothing is claimed yet.
             after_attempt=max(self._run_dir.attempt_numbers(), default=0),
             ever_saved=any(e.get("event") == "saved" for e in read_lines(self._run_dir.events)),
         )
+        for one in (*survey.damaged, *survey.torn):
+            if claim.resume_step is None or one.step > claim.resume_step:
+                append_event(
+                    self._run_dir,
+                    "checkpoint_skipped",
+                    attempt=claim.attempt,
+                    step=one.step,
+                    reason=one.reason,
+                )
         store.sweep(claim.attempt)
         return claim.attempt, claim.resume_step
 
-    def _watch(self, group: RankGroup, plan: Plan, note: Callable[[str], None]) -> dict[int, RankExit]:
+    def _watch(
+        self, group: RankGroup, plan: Plan, note: Callable[[str], None]
+    ) -> dict[int, RankExit]:
         """Wait for every rank to end; passes stops on, and ends the rest when one has failed."""
         passed_on = 0
         failed_at: float | None = None
@@ -157,8 +201,12 @@ class Supervisor:
             if asked > passed_on:
                 if passed_on == 0:
                     note("stop asked for: the ranks save and leave")
-                    append_event(self._run_dir, "signal", number=self._signals[0] if self._signals else None)
-                    self._progress.message("stopping: saving a checkpoint first (once more to stop at once)")
+                    append_event(
+                        self._run_dir, "signal", number=self._signals[0] if self._signals else None
+                    )
+                    self._progress.message(
+                        "stopping: saving a checkpoint first (once more to stop at once)"
+                    )
                     group.ask_to_stop()
                     asked_at = now
                 if len(self._signals) > 1:
@@ -169,9 +217,10 @@ class Supervisor:
             if asked_at is not None and now - asked_at > plan.spec.retry.hang_timeout_s:
                 note("the ranks did not leave in time: ending them")
                 group.kill()
-            if failed_at is None and any(end.exit_code not in (0, 75) for end in exits.values()):
+            failed = [r for r, end in exits.items() if end.exit_code not in (0, EXIT_SAVED)]
+            if failed and failed_at is None:
                 failed_at = now
-                note(f"rank {min(exits)} failed; its peers have {_PEERS_LEAVE_S:g} s to leave")
+                note(f"rank {failed[0]} failed; its peers have {_PEERS_LEAVE_S:g} s to leave")
             if failed_at is not None and now - failed_at > _PEERS_LEAVE_S:
                 note("ending the remaining ranks")
                 group.kill()
@@ -180,16 +229,23 @@ class Supervisor:
     def _cancelled(self) -> bool:
         return self._run_dir.cancel.exists()
 
-    def _finish(self, state: RunState, verdict: Verdict, reason: str, exit_code: int | None = None) -> Ending:
+    def _finish(
+        self, state: RunState, verdict: Verdict, reason: str, exit_code: int | None = None
+    ) -> Ending:
         append_event(self._run_dir, "finished", state=state, verdict=verdict, reason=reason)
-        return Ending(state, verdict, reason, exit_code, self._signals[0] if self._signals else None)
+        return Ending(
+            state, verdict, reason, exit_code, self._signals[0] if self._signals else None
+        )
 
     @contextmanager
-    def _signals_counted(self) -> Iterator[None]:
+    def _signals_counted(self) -> Generator[None]:
         def count(number: int, _frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        # The terminal has gone, as when a connection drops; nohup asks for that to be ignored.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, count) for number in numbers}
         try:
             yield
@@ -215,10 +271,14 @@ def close_unjudged(run_dir: RunDir) -> None:
         if files.outcome.exists() or not files.plan.exists():
             continue
         started = next(
-            (e["at"] for e in read_lines(run_dir.events) if e.get("event") == "attempt" and e.get("attempt") == number),
+            (
+                e["at"]
+                for e in read_lines(run_dir.events)
+                if e.get("event") == "attempt" and e.get("attempt") == number
+            ),
             utc_now(),
         )
-        first, last = _steps(files, {}, None)
+        first, last = finished_steps(run_dir, number, {})
         outcome = Outcome(
             attempt=number,
             verdict=Verdict.NODE_FAILURE,
@@ -229,7 +289,9 @@ def close_unjudged(run_dir: RunDir) -> None:
             ended_at=utc_now(),
         )
         write_atomic(files.outcome, outcome.model_dump_json(indent=1).encode())
-        append_event(run_dir, "ended", attempt=number, verdict=outcome.verdict, reason=outcome.reason)
+        append_event(
+            run_dir, "ended", attempt=number, verdict=outcome.verdict, reason=outcome.reason
+        )
 
 
 def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
@@ -240,15 +302,6 @@ def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
         except (OSError, ValidationError):
             continue
     return reports
-
-
-def _steps(files: AttemptDir, reports: dict[int, RankReport], resume: int | None) -> tuple[int | None, int | None]:
-    """First and last finished step of an attempt; (None, None) if it finished none."""
-    logged = [int(record["step"]) for record in read_lines(files.metrics)]
-    reported = [r.last_step for r in reports.values() if r.last_step is not None]
-    last = max([*logged, *reported], default=0)
-    first = min([*logged, (resume or 0) + 1])
-    return (first, last) if last >= first else (None, None)
 
 
 def _history(run_dir: RunDir) -> list[PastAttempt]:
@@ -262,7 +315,9 @@ def _history(run_dir: RunDir) -> list[PastAttempt]:
             case "saved":
                 progressed.add(int(event["attempt"]))
             case "ended":
-                past.append(PastAttempt(Verdict(event["verdict"]), int(event["attempt"]) in progressed))
+                past.append(
+                    PastAttempt(Verdict(event["verdict"]), int(event["attempt"]) in progressed)
+                )
             case _:
                 pass
     return past

@@ -12,7 +12,15 @@ from trainer.spec.run import RetrySpec
 _OUT_OF_MEMORY = frozenset(("MemoryError", "OutOfMemoryError"))
 #: Errors that the same samples or files will give again.
 _NEVER_RETRIED = frozenset(
-    ("NonFiniteLoss", "RankMismatch", "IncompatibleCheckpoint", "CorruptCheckpoint", "Fenced", "UsageError", "PlanError")
+    (
+        "NonFiniteLoss",
+        "RankMismatch",
+        "IncompatibleCheckpoint",
+        "CorruptCheckpoint",
+        "Fenced",
+        "UsageError",
+        "PlanError",
+    )
 )
 
 
@@ -37,40 +45,51 @@ def judge(
 ) -> Finding:
     """Judge an attempt of which every rank has ended, by how each rank ended.
 
-    The rank to blame is the first that failed by itself: its peers fail a moment later, when they lose
-    it. Ranks that saved (75) or finished (0) are not to blame, unless one claims to have finished early.
+    The rank to blame is the first that failed by itself: its peers fail a moment later, when they
+    lose it. Ranks that saved (75) or finished (0) are not to blame, unless one claims to have
+    finished early.
     """
     codes = {rank: _code(end) for rank, end in exits.items()}
-    finished = [r for r, c in codes.items() if c == 0 and _reached_the_end(reports.get(r), total_steps)]
+    finished = [
+        r for r, c in codes.items() if c == 0 and _reached_the_end(reports.get(r), total_steps)
+    ]
     if len(finished) == len(codes):
-        return Finding(Verdict.COMPLETED, f"all {len(codes)} ranks reached step {total_steps}", 0)
+        ranks = "the one rank" if len(codes) == 1 else f"all {len(codes)} ranks"
+        return Finding(Verdict.COMPLETED, f"{ranks} reached step {total_steps}", 0)
     to_blame = [r for r, c in codes.items() if c != EXIT_SAVED and r not in finished]
     if not to_blame:
-        return Finding(Verdict.CANCELLED, "all ranks saved and stopped as they were asked", EXIT_SAVED)
+        reason = "all ranks saved and stopped as they were asked"
+        return Finding(Verdict.CANCELLED, reason, EXIT_SAVED)
     if stop_asked and all(c > 128 or c == EXIT_SAVED for c in codes.values()):
-        return Finding(Verdict.CANCELLED, "stopped before the ranks could save", max(codes.values()))
+        reason = "stopped before the ranks could save"
+        return Finding(Verdict.CANCELLED, reason, max(codes.values()))
 
     rank = min(to_blame, key=lambda r: (exits[r].ended_at, r))
     end, report = exits[rank], reports.get(rank)
-    blame = {"exit_code": codes[rank], "failed_rank": rank, "failed_node": end.node}
+    where = f"rank {rank} on {end.node}"
+
+    def blame(verdict: Verdict, reason: str, error: str | None = None) -> Finding:
+        return Finding(verdict, reason, codes[rank], rank, end.node, error)
+
     if end.signal is not None:
-        name = signal.Signals(end.signal).name if end.signal in signal.valid_signals() else str(end.signal)
-        more = " (from outside, or by the kernel when memory ran out)" if end.signal == signal.SIGKILL else ""
-        return Finding(Verdict.ERROR, f"rank {rank} on {end.node} was killed by {name}{more}", **blame)
+        return blame(Verdict.ERROR, f"{where} was killed by {_signal_name(end.signal)}")
     if codes[rank] == 0:
-        return Finding(Verdict.ERROR, f"rank {rank} on {end.node} left with exit code 0 before the last step", **blame)
+        return blame(Verdict.ERROR, f"{where} left with exit code 0 before the last step")
     if report is not None and report.error is not None:
         verdict = Verdict.OUT_OF_MEMORY if report.error in _OUT_OF_MEMORY else Verdict.ERROR
-        where = f"rank {rank} on {end.node}"
-        return Finding(verdict, f"{where}: {report.error}: {report.message}", error=report.error, **blame)
+        reason = f"{where}: {report.error}: {report.message}"
+        return blame(verdict, reason, report.error)
     if codes[rank] == EXIT_FENCED:
-        return Finding(Verdict.ERROR, "a newer attempt owns the run", error="Fenced", **blame)
-    return Finding(Verdict.ERROR, f"rank {rank} on {end.node} exited with code {codes[rank]}", **blame)
+        return blame(Verdict.ERROR, "a newer attempt owns the run", "Fenced")
+    return blame(Verdict.ERROR, f"{where} exited with code {codes[rank]}")
 
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """What the restart rules need to know of an attempt since a person last started or resumed the run."""
+    """What the restart rules need to know of an attempt.
+
+    Only attempts since a person last started or resumed the run count.
+    """
 
     verdict: Verdict
     made_progress: bool
@@ -95,7 +114,9 @@ _CAUSES = {
     Verdict.ERROR: "error",
     Verdict.OUT_OF_MEMORY: "out_of_memory",
 }
-_COUNT_TOWARD_NO_PROGRESS = frozenset((Verdict.HANG, Verdict.ERROR, Verdict.OUT_OF_MEMORY, Verdict.TIME_LIMIT))
+_COUNT_TOWARD_NO_PROGRESS = frozenset(
+    (Verdict.HANG, Verdict.ERROR, Verdict.OUT_OF_MEMORY, Verdict.TIME_LIMIT)
+)
 
 
 def decide(finding: Finding, history: Sequence[PastAttempt], policy: RetrySpec) -> Decision:
@@ -119,13 +140,24 @@ def decide(finding: Finding, history: Sequence[PastAttempt], policy: RetrySpec) 
             return Decision(False, RunState.FAILED, verdict, f"{finding.reason}; {budget}")
     stuck = 0
     for past in reversed(history):
-        if past.made_progress or past.verdict not in _COUNT_TOWARD_NO_PROGRESS:
+        if past.made_progress:
             break
-        stuck += 1
+        # A preemption between two hangs is no progress, and no fault of the run either.
+        stuck += past.verdict in _COUNT_TOWARD_NO_PROGRESS
     if stuck >= policy.max_no_progress:
-        why = f"{stuck} attempts in a row without a new checkpoint (retry.max_no_progress); last: {finding.reason}"
+        why = (
+            f"{stuck} attempts in a row without a new checkpoint (retry.max_no_progress); "
+            f"last: {finding.reason}"
+        )
         return Decision(False, RunState.FAILED, Verdict.NO_PROGRESS, why)
     return Decision(True, RunState.REQUEUED, verdict, finding.reason)
+
+
+def _signal_name(number: int) -> str:
+    name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
+    if number == signal.SIGKILL:
+        return f"{name} (from outside, or by the kernel when memory ran out)"
+    return name
 
 
 def _code(end: RankExit) -> int:
@@ -133,4 +165,8 @@ def _code(end: RankExit) -> int:
 
 
 def _reached_the_end(report: RankReport | None, total_steps: int | None) -> bool:
-    return report is not None and report.last_step is not None and report.last_step >= (total_steps or 0)
+    return (
+        report is not None
+        and report.last_step is not None
+        and report.last_step >= (total_steps or 0)
+    )

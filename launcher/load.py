@@ -273,7 +273,7 @@ class _Loading:
         kept = {
             key: entry for key, entry in root.entries.items() if not key.startswith(_IGNORED_PREFIX)
         }
-        root = self._expand(Table(root.place, kept))
+        root = self._expand(replace(root, entries=kept))
         self._check_name_is_no_boolean(root)
         try:
             spec = RunSpec.model_validate(_to_data(root, ()))
@@ -339,6 +339,8 @@ class _Loading:
         """One of pydantic's errors, in our words, at its place in the text."""
         loc = detail["loc"]
         found = _find(root, loc)
+        if found.faulty:
+            return
         node = found.entry.node if found.entry else None
         place = found.nearest.place
         if detail["type"] == "extra_forbidden" and found.entry:
@@ -352,8 +354,6 @@ class _Loading:
             context = detail.get("ctx", {})
             problem = str(context["problem"])
             if isinstance(node, Scalar):
-                if node.faulty:
-                    return
                 problem = str(context["template"]).replace("{found}", _as_written(node))
             at_key = found.entry is not None and context["at_key"]
             self._note(found.entry.key_place if found.entry and at_key else place, loc, problem)
@@ -376,14 +376,17 @@ class _Loading:
 
 @dataclass(frozen=True)
 class _Found:
-    """What stands at a place in the tree: its entry, if any, and the innermost node on the way."""
+    """What stands at a place in the tree: its entry, if any, and the innermost node on the way.
+    `faulty`: one of the nodes on the way is."""
 
     entry: Entry | None
     nearest: Node
+    faulty: bool
 
 
 def _find(root: Table, loc: Loc) -> _Found:
     entry = Entry(root.place, root)
+    faulty = root.faulty
     for part in loc:
         node = entry.node
         if isinstance(node, Table) and isinstance(part, str) and part in node.entries:
@@ -391,8 +394,9 @@ def _find(root: Table, loc: Loc) -> _Found:
         elif isinstance(node, Listing) and isinstance(part, int) and part < len(node.items):
             entry = Entry(node.items[part].place, node.items[part])
         else:
-            return _Found(None, node)
-    return _Found(entry, entry.node)
+            return _Found(None, node, faulty)
+        faulty = faulty or entry.node.faulty
+    return _Found(entry, entry.node, faulty)
 
 
 def _put(table: Table, path: tuple[str, ...], entry: Entry) -> Table:
@@ -403,7 +407,7 @@ def _put(table: Table, path: tuple[str, ...], entry: Entry) -> Table:
         inner = old.node if old and isinstance(old.node, Table) else Table(entry.key_place)
         key_place = old.key_place if old else entry.key_place
         entry = Entry(key_place, _put(inner, tuple(rest), entry))
-    return Table(table.place, {**table.entries, key: entry})
+    return replace(table, entries={**table.entries, key: entry})
 
 
 def _is_null(node: Node) -> bool:
@@ -461,9 +465,15 @@ def _keys_of(
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     yield path, tuple(model.model_fields)
     for name, info in model.model_fields.items():
-        for part in (info.annotation, *get_args(info.annotation)):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from _keys_of(part, (*path, name))
+        for part in _models_of(info.annotation):
+            yield from _keys_of(part, (*path, name))
+
+
+def _models_of(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_of(part)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], above: Loc = ()) -> Iterator[Loc]:

@@ -9,6 +9,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from trainer.spec.errors import StorageError, UsageError
 
@@ -16,6 +17,7 @@ from trainer.spec.errors import StorageError, UsageError
 # closes the file, as classic record locks would be.
 _OFD_GETLK, _OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
+_WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -30,46 +32,55 @@ class Holder:
 
 
 class RunLock:
-    """Held from `take` until `release`, or until this process ends."""
+    """Held inside a `with` block, or until this process ends.
+
+    Raises:
+        UsageError: another process holds it. StorageError: the file cannot be locked.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
-    def take(self) -> None:
-        """Raises UsageError if another supervisor lives, StorageError if the file cannot be locked."""
+    def __enter__(self) -> Self:
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except OSError as err:
             raise StorageError(f"cannot open {self._path}: {err.strerror}") from err
         try:
-            fcntl.fcntl(descriptor, _OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(descriptor, _OFD_SETLK, _WHOLE_FILE)
         except OSError as err:
             os.close(descriptor)
             if err.errno in (errno.EAGAIN, errno.EACCES):
                 raise UsageError(
-                    f"the run is being supervised by {_said(self._path)}",
-                    "one process writes a run at a time; stop that one first, or watch it with `vitra status`",
+                    f"{self._path.parent.name} is being supervised by {_said(self._path)}",
+                    "one process writes a run at a time: stop that one first, or watch it with "
+                    "`vitra status`",
                 ) from None
             raise StorageError(f"cannot lock {self._path}: {err.strerror}") from err
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+        holder = {"pid": os.getpid(), "host": os.uname().nodename}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         self._descriptor = descriptor
+        return self
 
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def __exit__(self, *_: object) -> None:
+        assert self._descriptor is not None, "left without having been entered"
+        os.close(self._descriptor)
+        self._descriptor = None
 
 
 def lock_holder(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None if nobody does. Never takes it, not even for a moment."""
+    """Who holds the lock at `path`; None if nobody does. Never takes it, not even for a moment.
+
+    For this reading the file is enough: people of the owner's group may ask as well.
+    """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        answer = fcntl.fcntl(descriptor, _OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        answer = fcntl.fcntl(descriptor, _OFD_GETLK, _WHOLE_FILE)
     finally:
         os.close(descriptor)
     return None if _FLOCK.unpack(answer)[0] == fcntl.F_UNLCK else _said(path)

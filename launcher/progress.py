@@ -1,12 +1,14 @@
-"""Progress of a running attempt: a live line on a terminal, plain lines in a log. Always on stderr."""
+"""Progress of a running attempt: a live line on a terminal, plain lines in a log; on stderr."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import AttemptDir, RunDir
@@ -32,6 +34,20 @@ class Progress(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write and flush; from then on silent if whoever read it has gone.
+
+    That is how `| head` ends, and a closed terminal: no reason to end a run, or to call it failed.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as err:
+        if err.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def follow(run_dir: RunDir) -> Progress:
@@ -96,7 +112,9 @@ class _Following:
                 case "saved":
                     self._saved_step = event["step"]
                 case "checkpoint_skipped":
-                    lines.append(f"checkpoint of step {event['step']} passed over: {event['reason']}")
+                    lines.append(
+                        f"checkpoint of step {event['step']} passed over: {event['reason']}"
+                    )
                 case "save_failed":
                     lines.append(f"WARNING: step {event['step']} was not saved: {event['reason']}")
                 case "evaluated":
@@ -106,7 +124,9 @@ class _Following:
         records = self._metrics.records() if self._metrics else []
         for record in records:
             taken = float(record["step_time_s"])
-            self._step_time_s = 0.9 * self._step_time_s + 0.1 * taken if self._step_time_s else taken
+            self._step_time_s = (
+                0.9 * self._step_time_s + 0.1 * taken if self._step_time_s else taken
+            )
             self._newest = record
         return bool(records), lines
 
@@ -137,14 +157,17 @@ class _Plain(_Following):
         for line in lines:
             self.message(line)
         now = time.monotonic()
-        done = self._newest is not None and self._plan is not None and self._newest["step"] == self._plan.total_steps
+        done = (
+            self._newest is not None
+            and self._plan is not None
+            and self._newest["step"] == self._plan.total_steps
+        )
         if newer and (done or now - self._printed_at >= _LINE_EVERY_S):
             self._printed_at = now
             self.message(self._figures())
 
     def message(self, text: str) -> None:
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-        sys.stderr.flush()
+        write(sys.stderr, f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def close(self) -> None: ...
 
@@ -168,7 +191,9 @@ class _Live(_Following):
     def attempt(self, plan: Plan, files: AttemptDir, attempt: int, resume_step: int | None) -> None:
         self._start(plan, files, resume_step)
         self.message(_attempt_line(plan, attempt, resume_step))
-        self._bar.update(self._task, total=plan.total_steps, completed=resume_step or 0, description="starting")
+        self._bar.update(
+            self._task, total=plan.total_steps, completed=resume_step or 0, description="starting"
+        )
 
     def poll(self) -> None:
         now = time.monotonic()
@@ -179,7 +204,9 @@ class _Live(_Following):
         for line in lines:
             self.message(line)
         if newer and self._newest:
-            self._bar.update(self._task, completed=self._newest["step"], description=self._figures())
+            self._bar.update(
+                self._task, completed=self._newest["step"], description=self._figures()
+            )
 
     def message(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
@@ -200,14 +227,21 @@ def clock_time(seconds: float) -> str:
 
 
 def _attempt_line(plan: Plan, attempt: int, resume_step: int | None) -> str:
-    where = "from the beginning" if resume_step is None else f"from the checkpoint of step {resume_step}"
+    where = (
+        "from the beginning"
+        if resume_step is None
+        else f"from the checkpoint of step {resume_step}"
+    )
     return (
-        f"attempt {attempt}: {plan.world_size} ranks, batch {plan.per_device_batch_size} x {plan.world_size} x "
-        f"{plan.grad_accumulation_steps} = {plan.global_batch_size}, {where}"
+        f"attempt {attempt}: {plan.world_size} ranks, batch {plan.per_device_batch_size} x "
+        f"{plan.world_size} x {plan.grad_accumulation_steps} = {plan.global_batch_size}, {where}"
     )
 
 
 def _evaluation_lines(event: dict[str, Any]) -> list[str]:
     figures = {k: v for k, v in event.items() if k not in ("at", "event", "attempt", "step")}
     width = max(map(len, figures), default=0)
-    return ["on held-out data:", *(f"  {name:<{width}}  {value:.4f}" for name, value in figures.items())]
+    return [
+        "on held-out data:",
+        *(f"  {name:<{width}}  {value:.4f}" for name, value in figures.items()),
+    ]

@@ -1,4 +1,4 @@
-"""Runs under a run root: names, identities, and finding one again. The directories are the truth."""
+"""Runs under a run root: names, ids, and finding one again. The directories are the truth."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import secrets
+import shlex
 import string
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -16,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer.spec.errors import NotFound, StorageError, UsageError
+from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir
 
 RUN_ROOT_VARIABLE = "VITRA_RUN_ROOT"
@@ -24,7 +26,10 @@ DRY_RUN_SUFFIX = "DRYRUN"
 
 
 class RunRecord(BaseModel):
-    """run.json: who, when and where. Written last at submit: a directory without it is not a run."""
+    """run.json: who, when and where. Written last at submit: without it a directory is not a run.
+
+    `working_dir` is the directory that the run was submitted from, where its ranks run as well.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -36,6 +41,7 @@ class RunRecord(BaseModel):
     user: str
     host: str
     python: str
+    working_dir: str
     versions: dict[str, str]
     spec_digest: str
 
@@ -47,11 +53,34 @@ def new_run_id(name: str, now: datetime) -> str:
 
 
 def choose_run_root(option: str | None, spec_value: str | None, environ: Mapping[str, str]) -> Path:
-    """--run-root, else the spec's (with its overrides), else $VITRA_RUN_ROOT, else ./runs; absolute."""
+    """--run-root, else the spec's with its overrides, else $VITRA_RUN_ROOT, else ./runs; absolute.
+
+    Raises:
+        UsageError: it is no path that a run can live under.
+    """
+    if option is not None and not option.strip():
+        raise UsageError("--run-root is empty", "name a directory, or leave it out")
     chosen = option or spec_value or environ.get(RUN_ROOT_VARIABLE) or _DEFAULT_RUN_ROOT
-    if any(ord(c) < 32 or ord(c) == 127 for c in chosen):
-        raise UsageError(f"run root {chosen!r} has a control character in it")
-    return Path(os.path.abspath(Path(chosen).expanduser()))  # noqa: PTH100 - resolve() would follow links
+    root = str(absolute(chosen))
+    if any(ord(c) < 32 or ord(c) == 127 for c in root):
+        raise UsageError(f"run root {root!r} has a control character in it", "choose another name")
+    if any("\ud800" <= c <= "\udfff" for c in root):
+        raise UsageError(f"run root {root!r} is not UTF-8", "choose another name")
+    return Path(root)
+
+
+def absolute(text: str) -> Path:
+    """The absolute path that a person means by `text`; `~` is filled in, links are not followed.
+
+    Raises:
+        UsageError: `~` of an unknown user, or a relative path where no directory is any more.
+    """
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - resolve() follows links
+    except RuntimeError as err:
+        raise UsageError(f"{text}: {err}", "write the path in full") from err
+    except FileNotFoundError as err:
+        raise UsageError("the current directory has been removed", "cd to one that exists") from err
 
 
 def user_name() -> str:
@@ -75,15 +104,48 @@ def read_record(run_dir: RunDir) -> RunRecord:
     except OSError as err:
         raise StorageError(f"cannot read {run_dir.record}: {err.strerror}") from err
     except ValidationError as err:
-        raise StorageError(f"{run_dir.record} is damaged: {err.error_count()} faults in it") from err
+        raise StorageError(
+            f"{run_dir.record} is damaged: {err.error_count()} faults in it"
+        ) from err
+
+
+def read_plan(run_dir: RunDir) -> Plan:
+    """Read the newest plan of a run.
+
+    A run directory may have been moved, or have several paths: checkpoints in it move with it.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        plan = Plan.read(run_dir.plan)
+    except OSError as err:
+        raise _unreadable_plan(run_dir, str(err.strerror)) from err
+    except ValidationError as err:
+        raise _unreadable_plan(run_dir, f"{err.error_count()} faults in it") from err
+    here, place = str(run_dir.path), plan.checkpoint_uri
+    if place.startswith(f"{plan.run_dir}/"):
+        place = here + place.removeprefix(plan.run_dir)
+    return plan.model_copy(update={"run_dir": here, "checkpoint_uri": place})
+
+
+def _unreadable_plan(run_dir: RunDir, problem: str) -> StorageError:
+    hint = "restore it from the newest of attempts/*/plan.json"
+    return StorageError(f"{run_dir.plan} cannot be read: {problem}", hint)
 
 
 def runs(run_root: Path) -> Iterator[str]:
-    """The ids of all runs under a root, newest first by the time in the id."""
+    """The ids of all runs under a root, newest first by the time in the id.
+
+    Raises:
+        StorageError: the root is there and cannot be read.
+    """
     try:
-        names = [entry.name for entry in os.scandir(run_root) if (Path(entry.path) / "run.json").is_file()]
+        names = [entry.name for entry in os.scandir(run_root) if _is_run(Path(entry.path))]
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as err:
+        raise StorageError(f"run root {run_root}: {err.strerror}") from err
     yield from sorted(names, key=_made_at, reverse=True)
 
 
@@ -93,24 +155,42 @@ def find_run(text: str, run_root: Path) -> RunDir:
     Raises:
         NotFound: none. UsageError: a prefix of several.
     """
-    path = Path(text).expanduser()
-    if (path / "run.json").is_file():
-        return RunDir(Path(os.path.abspath(path)))  # noqa: PTH100 - resolve() would follow links
+    if not text.strip():
+        raise UsageError("RUN is empty", "give a run's directory, id, name or the start of its id")
+    path = absolute(text)
+    if _is_run(path):
+        return RunDir(path)
     known = list(runs(run_root))
     if text in known:
         return RunDir(run_root / text)
     of_name = [run_id for run_id in known if _name_of(run_id) == text]
     if of_name:
         return RunDir(run_root / max(of_name, key=lambda run_id: _age_key(run_root, run_id)))
-    begins = [run_id for run_id in known if text and run_id.startswith(text)]
+    begins = [run_id for run_id in known if run_id.startswith(text)]
     if len(begins) == 1:
         return RunDir(run_root / begins[0])
     if begins:
         shown = ", ".join(begins[:5]) + (" ..." if len(begins) > 5 else "")
-        raise UsageError(f"{text!r} is the beginning of {len(begins)} runs: {shown}", "give more of the id")
+        raise UsageError(
+            f"{text!r} is the beginning of {len(begins)} runs: {shown}", "give more of the id"
+        )
+    if "/" in text:
+        raise NotFound(f"{path} is not a run: it has no run.json")
     close = difflib.get_close_matches(text, [*known, *map(_name_of, known)], n=1)
     hint = f"did you mean {close[0]}?" if close else "--run-root names another root"
     raise NotFound(f"no run {text!r} under {run_root}", hint)
+
+
+def as_argument(run_dir: RunDir, environ: Mapping[str, str]) -> str:
+    """What to type for a run: its id where that is enough to find it again, else its path."""
+    if choose_run_root(None, None, environ) == run_dir.path.parent:
+        return run_dir.path.name
+    return shlex.quote(str(run_dir.path))
+
+
+def _is_run(path: Path) -> bool:
+    # Unlike Path.is_file, this takes "name too long" and the like for an answer.
+    return os.path.isfile(path / "run.json")  # noqa: PTH113
 
 
 def _made_at(run_id: str) -> tuple[str, str]:

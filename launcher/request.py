@@ -123,15 +123,15 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
 def render(request: SubmitRequest) -> str:
     """The batch script of a request: the text that sbatch gets on its standard input."""
     command = [request.python, "-P", "-m", "launcher.job", request.run_dir]
+    own = [f"export {name}={shlex.quote(value)}" for name, value in request.env]
+    own.extend(request.setup)
     lines = [
         "#!/bin/bash",
         f"# Run {request.run_id}. Written by vitra; to run it again, use `vitra resume`.",
         *(f"#SBATCH {directive}" for directive in _directives(request)),
         "",
         _TRAPS,
-        *(f"export {name}={shlex.quote(value)}" for name, value in request.env),
-        *request.setup,
-        "",
+        *([*own, ""] if own else []),
         "# Whatever shell options the lines above have set must not reach the ones below.",
         "set +eum +o pipefail",
         f"unset {' '.join(LAUNCH_VARIABLES)}",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from typing import Any, cast
 
 from launcher.job import close_unjudged
-from launcher.load import changed_fields, load_spec
-from launcher.lock import lock_holder
+from launcher.load import changed_fields, dotted, dump_overrides, load_spec, read_overrides
 from launcher.planner import replan
+from launcher.registry import absolute, read_plan
 from launcher.status import run_status
-from launcher.submit import overrides_document, refuse_later_parts
-from trainer.spec.errors import StorageError, UsageError
+from launcher.submit import refuse_later_parts
+from trainer.spec.errors import UsageError
 from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec
@@ -43,47 +42,49 @@ def prepare_resume(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Plan | None:
-    """Make a run ready to go on, with `overrides` added to its own for this and every later attempt.
+    """Make a run ready to go on. The caller holds the run's lock.
 
-    Prints each change, and the learning rate at the resume step where the schedule changed. Returns
-    the new plan, or None where the run is complete and nothing is left to train.
+    `overrides` are added to the run's own, for this and every later attempt. Prints each change,
+    and the learning rate at the resume step where the schedule changed. Returns the new plan, or
+    None where the run is complete and nothing is left to train.
 
     Raises:
-        UsageError: a supervisor is alive, or a change is not allowed. SpecError, PlanError: the
-            changed spec is refused. Nothing is changed then.
+        UsageError: a change is not allowed. SpecError, PlanError: the changed spec is refused.
+            Nothing is changed then.
     """
-    holder = lock_holder(run_dir.lock)
-    if holder is not None:
-        raise UsageError(
-            f"{run_dir.path.name} is being supervised by {holder}",
-            "one process writes a run at a time; stop that one first, or watch it with `vitra status`",
-        )
-    old = _read_plan(run_dir)
-    given = [*_read_overrides(run_dir), *overrides]
+    old = read_plan(run_dir)
+    given = [*read_overrides(run_dir.overrides), *overrides]
     loaded = load_spec(run_dir.spec, given, environ=environ) if overrides else None
-    new = replan(old, loaded.spec, base_dir=str(Path.cwd())) if loaded else old
+    new = replan(old, loaded.spec, base_dir=str(absolute("."))) if loaded else old
     refuse_later_parts(new)
     changes = changed_fields(old.spec, new.spec)
     refused = [field for field in changes if not _may_change(field)]
     if refused and not allow_change:
         raise UsageError(
-            "a resume may not change " + ", ".join(_change(field, old.spec, new.spec) for field in refused),
+            "a resume may not change "
+            + ", ".join(_change(field, old.spec, new.spec) for field in refused),
             "it alters what was trained; submit a new run, or add --allow-change",
         )
-    status = run_status(run_dir)
+    status = run_status(run_dir, supervised=False)
     if status["state"] == RunState.COMPLETED and (new.total_steps or 0) <= (old.total_steps or 0):
         say(f"{run_dir.path.name} is already complete: step {status['step']} of {old.total_steps}")
         return None
+    saved = status["last_checkpoint_step"] or 0
+    if new.total_steps is not None and new.total_steps < saved:
+        raise UsageError(
+            f"{new.total_steps} steps in all are fewer than the {saved} that are trained and saved",
+            f"give {saved} or more",
+        )
     for field in changes:
         say(f"changed: {_change(field, old.spec, new.spec)}")
     if new.threads_per_rank != old.threads_per_rank:
         say("note: another number of threads changes the last bits of results")
     if new.total_steps != old.total_steps:
-        _say_rate(old, new, status["last_checkpoint_step"] or 0, say)
+        _say_rate(old, new, saved, say)
 
     close_unjudged(run_dir)
     if loaded is not None:
-        write_atomic(run_dir.overrides, overrides_document(loaded.overrides))
+        write_atomic(run_dir.overrides, dump_overrides(loaded.overrides))
     write_atomic(run_dir.plan, new.model_dump_json(indent=1).encode())
     with suppress(FileNotFoundError):
         run_dir.cancel.unlink()
@@ -98,30 +99,19 @@ def _say_rate(old: Plan, new: Plan, step: int, say: Callable[[str], None]) -> No
 
     def rate(total: int | None) -> float:
         schedule = Schedule(
-            train.lr_scheduler_type, total or 0, train.warmup_ratio, train.min_lr_ratio, train.freeze_steps
+            train.lr_scheduler_type,
+            total or 0,
+            train.warmup_ratio,
+            train.min_lr_ratio,
+            train.freeze_steps,
         )
         return train.learning_rate * schedule.factor(step + 1, "backbone")
 
     say(
-        f"the schedule now ends at step {new.total_steps}, not {old.total_steps}: the learning rate of step "
-        f"{step + 1} is {rate(new.total_steps):.6g}, it would have been {rate(old.total_steps):.6g}"
+        f"the schedule now ends at step {new.total_steps}, not {old.total_steps}: the learning "
+        f"rate of step {step + 1} is {rate(new.total_steps):.6g}, it would have been "
+        f"{rate(old.total_steps):.6g}"
     )
-
-
-def _read_plan(run_dir: RunDir) -> Plan:
-    try:
-        return Plan.read(run_dir.plan)
-    except (OSError, ValueError) as err:
-        raise StorageError(f"{run_dir.plan} cannot be read: {err}", "restore it from attempts/K/plan.json") from err
-
-
-def _read_overrides(run_dir: RunDir) -> list[str]:
-    """The overrides of the submit and of earlier resumes."""
-    try:
-        lines = run_dir.overrides.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line.removeprefix("- ")) for line in lines]
-    except (OSError, ValueError) as err:
-        raise StorageError(f"{run_dir.overrides} cannot be read: {err}") from err
 
 
 def _may_change(field: str) -> bool:
@@ -133,7 +123,15 @@ def _change(field: str, old: RunSpec, new: RunSpec) -> str:
 
 
 def _value(spec: RunSpec, field: str) -> object:
-    value: object = spec.model_dump(mode="json")
-    for part in field.split("."):
-        value = value.get(part) if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return value  # pyright: ignore[reportUnknownVariableType]
+    """The value of a field as `changed_fields` names it; None where the spec has no such field."""
+    return _find(spec.model_dump(mode="json"), field, ())
+
+
+def _find(table: dict[str, Any], field: str, above: tuple[str, ...]) -> object:
+    for key, value in table.items():
+        loc = (*above, key)
+        if dotted(loc) == field:
+            return value
+        if isinstance(value, dict) and field.startswith(f"{dotted(loc)}."):
+            return _find(cast("dict[str, Any]", value), field, loc)
+    return None

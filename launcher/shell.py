@@ -1,4 +1,4 @@
-"""The launcher's one door to other programs: no shell ever, a time-out on every wait, typed errors."""
+"""The launcher's one door to other programs: no shell ever, every wait has an end, typed errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ class Answer:
     stderr: str
 
 
-def run(argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", env: Mapping[str, str] | None = None) -> Answer:
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+) -> Answer:
     """Run a program to its end.
 
     Raises:
@@ -37,13 +43,15 @@ def run(argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"", env: Mappi
         FileNotFoundError: there is no such program.
     """
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=timeout_s, env=env, check=False)
+        done = subprocess.run(
+            argv, input=stdin, capture_output=True, timeout=timeout_s, env=env, check=False
+        )
     except subprocess.TimeoutExpired as err:
         raise CommandTimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from err
     return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
-def start(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Process:
+def start(argv: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path) -> Process:
     """Start a program in a session of its own, its output appended to `log`.
 
     A session of its own keeps the terminal's Ctrl-C to the process that watches over it, and lets
@@ -57,6 +65,7 @@ def start(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Process:
             stdout=descriptor,
             stderr=descriptor,
             env=env,
+            cwd=cwd,
             start_new_session=True,
         )
     finally:

@@ -15,23 +15,26 @@ def plan_lines(plan: Plan) -> list[str]:
     """The plan of a run."""
     spec, resources = plan.spec, plan.spec.resources
     kind = f"{resources.gpu_count} GPUs" if resources.gpu_count else "CPU"
-    total = "decided by epochs, known at submit" if plan.total_steps is None else f"{plan.total_steps}"
+    total = (
+        "decided by epochs, known at submit" if plan.total_steps is None else f"{plan.total_steps}"
+    )
     warmup = "" if plan.warmup_steps is None else f", {plan.warmup_steps} of them warm-up"
     lines = [
         f"name          {spec.name}",
         f"strategy      {spec.train.strategy}",
-        f"world size    {plan.nodes} nodes x {plan.tasks_per_node} processes = {plan.world_size}  ({kind} per node)",
+        f"world size    {plan.nodes} nodes x {plan.tasks_per_node} processes = {plan.world_size}  "
+        f"({kind} per node)",
         f"global batch  {plan.per_device_batch_size} per device x {plan.world_size} x "
         f"{plan.grad_accumulation_steps} accumulation = {plan.global_batch_size}",
         f"steps         {total}{warmup}",
         f"time limit    {clock_time(plan.time_limit_min * 60)}",
         f"checkpoints   every {spec.checkpoint.save_interval} steps in {plan.checkpoint_uri}",
     ]
-    for shape in plan.elastic:
-        lines.append(
-            f"  on {shape.nodes} nodes  {shape.per_device_batch_size} x {shape.world_size} x "
-            f"{shape.grad_accumulation_steps} = {plan.global_batch_size}"
-        )
+    lines += [
+        f"  on {shape.nodes} nodes  {shape.per_device_batch_size} x {shape.world_size} x "
+        f"{shape.grad_accumulation_steps} = {plan.global_batch_size}"
+        for shape in plan.elastic
+    ]
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
@@ -39,7 +42,10 @@ def local_lines(plan: Plan) -> list[str]:
     """What --local would start."""
     return [
         f"{plan.world_size} processes on this machine, {plan.threads_per_rank} threads each:",
-        *(f"  rank {rank}: python -P -m trainer {plan.run_dir}" for rank in range(min(plan.world_size, 8))),
+        *(
+            f"  rank {rank}: python -P -m trainer {plan.run_dir}"
+            for rank in range(min(plan.world_size, 8))
+        ),
         *([f"  ... and {plan.world_size - 8} more"] if plan.world_size > 8 else []),
     ]
 
@@ -47,7 +53,9 @@ def local_lines(plan: Plan) -> list[str]:
 def status_lines(facts: dict[str, Any]) -> list[str]:
     """`vitra status`."""
     total = "?" if facts["total_steps"] is None else facts["total_steps"]
-    saved = "none" if facts["last_checkpoint_step"] is None else f"step {facts['last_checkpoint_step']}"
+    saved = (
+        "none" if facts["last_checkpoint_step"] is None else f"step {facts['last_checkpoint_step']}"
+    )
     lines = [
         f"run         {facts['run_id']}",
         f"state       {facts['state']}: {facts['reason']}",
@@ -71,9 +79,10 @@ def checkpoint_lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"{facts['uri']}  (run {facts['run_id']})"]
     for one in facts["complete"]:
         checked = "every byte checked" if one["verified"] else "complete"
+        size = f"{one['size_bytes'] / 2**20:.1f} MiB in {one['files']} files"
         lines.append(
-            f"step {one['step']:>8}  {checked}, {one['size_bytes'] / 2**20:.1f} MiB in {one['files']} files, "
-            f"attempt {one['attempt']}, {one['created_at']}"
+            f"step {one['step']:>8}  {checked}, {size}, attempt {one['attempt']}, "
+            f"{one['created_at']}"
         )
     lines += [f"step {one['step']:>8}  DAMAGED: {one['reason']}" for one in facts["damaged"]]
     lines += [f"step {one['step']:>8}  incomplete: {one['reason']}" for one in facts["incomplete"]]
@@ -82,21 +91,23 @@ def checkpoint_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def ending_lines(run_dir: RunDir, ending: Ending) -> list[str]:
-    """The last words of a supervised run: what came of it, and what to type next."""
-    name = run_dir.path.name
+def ending_lines(run_dir: RunDir, ending: Ending, run: str) -> list[str]:
+    """The last words of a supervised run: what came of it, and what to type next.
+
+    `run` is what to type for RUN.
+    """
     lines = [f"{ending.state}: {ending.reason}"]
     match ending.state:
         case RunState.COMPLETED:
             lines += _learned(run_dir)
-            lines.append(f"next: vitra status {name}  |  vitra checkpoints {name} --verify")
-            lines.append(f"      vitra resume {name} -o train.max_steps=N   trains it further")
+            lines.append(f"next: vitra status {run}  |  vitra checkpoints {run} --verify")
+            lines.append(f"      vitra resume {run} -o train.max_steps=N   trains it further")
         case RunState.CANCELLED:
-            lines.append(f"next: vitra resume {name}   goes on exactly where it was")
+            lines.append(f"next: vitra resume {run}   goes on exactly where it was")
         case _:
             newest = max(run_dir.attempt_numbers(), default=0)
             lines.append(f"logs: {run_dir.attempt(newest).logs}")
-            lines.append(f"next: vitra status {name}  |  vitra resume {name}")
+            lines.append(f"next: vitra status {run}  |  vitra resume {run}")
     return lines
 
 

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from launcher.lock import lock_holder
-from launcher.registry import RunRecord, read_record
-from trainer.spec.errors import VitraError
-from trainer.spec.outcome import Outcome, RunState, Verdict
+from launcher.registry import RunRecord, read_plan, read_record
+from trainer.spec.errors import StorageError, VitraError
+from trainer.spec.outcome import Outcome, RankReport, RunState, Verdict
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
 
 
-def run_status(run_dir: RunDir) -> dict[str, Any]:
+def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, Any]:
     """The facts of `vitra status --json`.
 
     A run is `running` or `requeued` only while its supervisor lives (it holds the run's lock); an
     attempt that nobody lived to judge reads as node_failure, and the run as unknown until resumed.
 
+    `supervised` says whether a supervisor lives, for a caller that holds the lock itself.
+
     Raises:
-        NotFound: no such run.
+        NotFound: no such run. StorageError: its record is damaged.
     """
     record = read_record(run_dir)
     plan = _plan(run_dir)
     events = list(read_lines(run_dir.events))
-    alive = lock_holder(run_dir.lock) is not None
-    attempts = [_attempt(run_dir, number, events, alive=alive) for number in run_dir.attempt_numbers()]
+    alive = lock_holder(run_dir.lock) is not None if supervised is None else supervised
+    attempts = [
+        _attempt(run_dir, number, events, alive=alive) for number in run_dir.attempt_numbers()
+    ]
     steps = [a["last_step"] for a in attempts if a["last_step"] is not None]
     newest = attempts[-1] if attempts else None
-    step = newest["last_step"] if newest and newest["last_step"] is not None else _resume_step(events)
+    step = (
+        newest["last_step"] if newest and newest["last_step"] is not None else _resume_step(events)
+    )
     return {
         "run_id": record.run_id,
         "run_dir": str(run_dir.path),
         "name": record.name,
-        "state": _state(record, events, attempts, alive=alive),
+        "state": _state(record, events, alive=alive),
         "reason": _reason(events, attempts, alive=alive),
         "job_id": None,
         "attempt": newest["attempt"] if newest else 0,
@@ -47,14 +54,40 @@ def run_status(run_dir: RunDir) -> dict[str, Any]:
     }
 
 
+def finished_steps(
+    run_dir: RunDir, attempt: int, reports: Mapping[int, RankReport]
+) -> tuple[int | None, int | None]:
+    """First and last finished step of an attempt; (None, None) if it finished none.
+
+    `reports` are the ranks' own, where they have ended: they know of steps that were not logged.
+    """
+    # The step really gone on from: damage may send the ranks further back than the claim says.
+    start = next(
+        (
+            int(event["step"])
+            for event in read_lines(run_dir.events)
+            if event.get("event") == "started" and event.get("attempt") == attempt
+        ),
+        None,
+    )
+    if start is None:
+        return None, None
+    logged = [int(record["step"]) for record in read_lines(run_dir.attempt(attempt).metrics)]
+    reported = [r.last_step for r in reports.values() if r.last_step is not None]
+    last = max([start, *logged, *reported])
+    return (start + 1, last) if last > start else (None, None)
+
+
 def _plan(run_dir: RunDir) -> Plan | None:
     try:
-        return Plan.read(run_dir.plan)
-    except (OSError, ValidationError):
+        return read_plan(run_dir)
+    except StorageError:
         return None
 
 
-def _attempt(run_dir: RunDir, number: int, events: list[dict[str, Any]], *, alive: bool) -> dict[str, Any]:
+def _attempt(
+    run_dir: RunDir, number: int, events: list[dict[str, Any]], *, alive: bool
+) -> dict[str, Any]:
     files = run_dir.attempt(number)
     try:
         outcome = Outcome.model_validate_json(files.outcome.read_bytes())
@@ -62,44 +95,50 @@ def _attempt(run_dir: RunDir, number: int, events: list[dict[str, Any]], *, aliv
         outcome = None
     if outcome is not None:
         return outcome.model_dump(mode="json")
-    steps = [int(record["step"]) for record in read_lines(files.metrics)]
+    first, last = finished_steps(run_dir, number, {})
     started = [e for e in events if e.get("event") == "attempt" and e.get("attempt") == number]
     running = alive and number == run_dir.attempt_numbers()[-1]
     return {
         "attempt": number,
         "verdict": None if running else Verdict.NODE_FAILURE.value,
-        "reason": "running" if running else "its supervisor is gone, and nobody has judged the attempt yet",
+        "reason": "running"
+        if running
+        else "its supervisor is gone, and nobody has judged the attempt yet",
         "job_id": None,
         "exit_code": None,
         "failed_rank": None,
         "failed_node": None,
-        "first_step": min(steps, default=None),
-        "last_step": max(steps, default=None),
+        "first_step": first,
+        "last_step": last,
         "started_at": started[-1]["at"] if started else None,
         "ended_at": None,
     }
 
 
-def _state(record: RunRecord, events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool) -> str:
-    if alive:
-        judged = bool(attempts) and attempts[-1]["verdict"] is not None
-        return (RunState.REQUEUED if judged else RunState.RUNNING).value
+def _state(record: RunRecord, events: list[dict[str, Any]], *, alive: bool) -> str:
     for event in reversed(events):
-        if event.get("event") == "finished":
-            return str(event["state"])
-        if event.get("event") in ("attempt", "resumed"):
-            return RunState.UNKNOWN.value
+        match event.get("event"):
+            case "finished":
+                return str(event["state"])
+            case "ended":
+                return (RunState.REQUEUED if alive else RunState.UNKNOWN).value
+            case "attempt" | "resumed":
+                return (RunState.RUNNING if alive else RunState.UNKNOWN).value
+            case _:
+                pass
+    if alive:
+        return RunState.RUNNING.value
     return (RunState.UNKNOWN if record.scheduler == "local" else RunState.QUEUED).value
 
 
 def _reason(events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool) -> str:
-    if alive:
-        return "its supervisor is alive"
     for event in reversed(events):
         if event.get("event") == "finished":
             return str(event["reason"])
         if event.get("event") in ("attempt", "resumed"):
             break
+    if alive:
+        return "its supervisor is alive"
     return attempts[-1]["reason"] if attempts else "submitted, and nothing has run yet"
 
 
@@ -109,7 +148,7 @@ def _resume_step(events: list[dict[str, Any]]) -> int | None:
 
 
 def _last_checkpoint(plan: Plan | None) -> int | None:
-    """The step of the newest complete checkpoint; None if there is none, or its place is unreachable."""
+    """The step of the newest complete checkpoint; None if there is none, or no telling."""
     if plan is None:
         return None
     from trainer.store.checkpoints import CheckpointStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,13 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from launcher import shell
-from launcher.environment import without_stale
-from launcher.load import LoadedSpec, load_spec
+from launcher.environment import component_environment
+from launcher.load import LoadedSpec, dump_overrides, load_spec
 from launcher.planner import check_samples, plan
-from launcher.registry import DRY_RUN_SUFFIX, RunRecord, choose_run_root, new_run_id, user_name
+from launcher.registry import (
+    DRY_RUN_SUFFIX,
+    RunRecord,
+    absolute,
+    choose_run_root,
+    new_run_id,
+    user_name,
+)
 from launcher.request import build_request, render
 from trainer.spec import errors
 from trainer.spec.plan import Plan
+from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, append_event, utc_now, write_atomic
 
 #: Opening a large data set over a slow file system takes its time; hanging for ever is no option.
@@ -60,7 +69,8 @@ def refuse_later_parts(checked: Plan) -> None:
     spec = checked.spec
     if spec.train.strategy != "ddp":
         raise errors.UsageError(
-            f"train.strategy={spec.train.strategy}: planned, but not yet run by this version", "use ddp"
+            f"train.strategy={spec.train.strategy}: planned, but not yet run by this version",
+            "use ddp",
         )
     if checked.elastic:
         raise errors.UsageError(
@@ -69,120 +79,139 @@ def refuse_later_parts(checked: Plan) -> None:
         )
 
 
-def probe(spec_json: str, *, environ: Mapping[str, str]) -> dict[str, Any]:
+def probe(spec: RunSpec, *, environ: Mapping[str, str]) -> dict[str, Any]:
     """Open the data set and build the model in a process of their own, as a rank would.
 
     Raises:
-        VitraError: of the class that the component's fault has.
+        UsageError: a component cannot be used, or its data cannot be read.
+        VitraError: the probe itself came to no answer.
     """
     answer = shell.run(
         [sys.executable, "-P", "-m", "trainer", "--probe"],
         timeout_s=_PROBE_TIMEOUT_S,
-        stdin=spec_json.encode(),
-        env=without_stale(environ),
+        stdin=spec.model_dump_json().encode(),
+        env=component_environment(environ, spec) | {"VITRA_PARENT_PID": str(os.getpid())},
     )
     try:
-        result: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
+        result: dict[str, Any] = json.loads(answer.stdout)
+    except ValueError:
         last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise errors.VitraError(f"the probe failed with exit code {answer.returncode}: {last}") from None
+        raise errors.VitraError(
+            f"checking data and model failed with exit code {answer.returncode}: {last}"
+        ) from None
     if "error" in result:
-        kind = getattr(errors, str(result["error"]), None)
-        known = isinstance(kind, type) and issubclass(kind, errors.VitraError) and kind is not errors.SpecError
-        raise (kind if known else errors.UsageError)(result["message"], result["hint"])
+        kind = getattr(errors, result["error"])
+        # Nothing has run yet, so whatever cannot be used is a fault of the spec.
+        refusal = kind if issubclass(kind, errors.CheckpointError) else errors.UsageError
+        raise refusal(result["message"], result["hint"])
     return result
 
 
 def submit_local(
     draft_: Draft, *, environ: Mapping[str, str], say: Callable[[str], None], now: datetime
-) -> tuple[RunDir, Plan]:
-    """Probe, then write the run directory; the run is ready to be supervised.
+) -> RunDir:
+    """Check everything that can be checked, and write the run directory: it can be supervised then.
 
     Raises:
         VitraError: it is refused, and nothing is left behind.
     """
     refuse_later_parts(draft_.plan)
     made = _make_root(draft_.run_root)
+    run_dir: RunDir | None = None
     try:
-        say("checking data and model")
-        found = probe(draft_.loaded.spec.model_dump_json(), environ=environ)
-        check_samples(draft_.plan, found["n_samples"])
-        say(f"{found['n_samples']} samples, {found['n_parameters']:,} parameters")
-        return _write_run(draft_, found, scheduler="local", now=now)
-    except BaseException:
-        for directory in reversed(made):
-            with suppress(OSError):
-                directory.rmdir()
+        run_dir = _new_directory(draft_, now)
+        _fill(run_dir, draft_, scheduler="local", environ=environ, say=say)
+    except BaseException as err:
+        if run_dir is not None:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+        _remove_empty(made)
+        if isinstance(err, OSError):
+            raise errors.StorageError(f"run root {draft_.run_root}: {err}") from err
         raise
+    return run_dir
 
 
-def _write_run(
-    draft_: Draft, found: Mapping[str, Any], *, scheduler: str, now: datetime
-) -> tuple[RunDir, Plan]:
+def _fill(
+    run_dir: RunDir,
+    draft_: Draft,
+    *,
+    scheduler: str,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
+) -> None:
+    """Write a new run directory; what takes long or is likely to be refused comes first."""
     from trainer.store.checkpoints import CheckpointStore
     from trainer.store.storage import open_storage
 
-    run_dir = _new_directory(draft_, now)
-    try:
-        final = _plan_in(draft_.loaded, draft_.run_root, run_dir.path.name).with_samples(found["n_samples"])
-        write_atomic(run_dir.spec, draft_.loaded.text)
-        write_atomic(run_dir.overrides, overrides_document(draft_.loaded.overrides))
-        write_atomic(run_dir.plan, final.model_dump_json(indent=1).encode())
-        run_dir.attempts.mkdir(mode=0o750)
-        storage = open_storage(final.checkpoint_uri, final.spec.checkpoint.storage_options)
-        storage.probe()
-        CheckpointStore(storage, final.run_id).own()
-        record = RunRecord(
-            run_id=final.run_id,
-            name=final.spec.name,
-            scheduler=scheduler,
-            created_at=utc_now(),
-            user=user_name(),
-            host=os.uname().nodename,
-            python=sys.executable,
-            versions={"vitra": version("vitra-launcher"), **found["versions"]},
-            spec_digest=final.spec_digest,
-        )
-        append_event(run_dir, "submitted", scheduler=scheduler)
-        write_atomic(run_dir.record, record.model_dump_json(indent=1).encode())
-    except OSError as err:
-        shutil.rmtree(run_dir.path, ignore_errors=True)
-        raise errors.StorageError(f"cannot write {run_dir.path}: {err.strerror}") from err
-    except BaseException:
-        shutil.rmtree(run_dir.path, ignore_errors=True)
-        raise
-    return run_dir, final
+    loaded = draft_.loaded
+    planned = _plan_in(loaded, draft_.run_root, run_dir.path.name)
+    storage = open_storage(planned.checkpoint_uri, loaded.spec.checkpoint.storage_options)
+    store = CheckpointStore(storage, planned.run_id)
+    storage.probe()
+    if store.owner() is not None:
+        store.own()
 
+    say("checking data and model")
+    found = probe(loaded.spec, environ=environ)
+    check_samples(planned, found["n_samples"])
+    say(f"{found['n_samples']} samples, {found['n_parameters']:,} parameters")
 
-def overrides_document(overrides: Sequence[str]) -> bytes:
-    """overrides.yaml: the overrides as they were given, one a line, as a YAML list of strings."""
-    return "".join(f"- {json.dumps(text)}\n" for text in overrides).encode()
+    write_atomic(run_dir.spec, loaded.text)
+    write_atomic(run_dir.overrides, dump_overrides(loaded.overrides))
+    planned = planned.with_samples(found["n_samples"])
+    write_atomic(run_dir.plan, planned.model_dump_json(indent=1).encode())
+    run_dir.attempts.mkdir(mode=0o750)
+    append_event(run_dir, "submitted", scheduler=scheduler)
+    record = RunRecord(
+        run_id=planned.run_id,
+        name=planned.spec.name,
+        scheduler=scheduler,
+        created_at=utc_now(),
+        user=user_name(),
+        host=os.uname().nodename,
+        python=sys.executable,
+        working_dir=str(absolute(".")),
+        versions={"vitra": version("vitra-launcher"), **found["versions"]},
+        spec_digest=planned.spec_digest,
+    )
+    store.own()
+    write_atomic(run_dir.record, record.model_dump_json(indent=1).encode())
 
 
 def _plan_in(loaded: LoadedSpec, run_root: Path, run_id: str) -> Plan:
-    return plan(loaded.spec, run_id=run_id, run_dir=str(run_root / run_id), base_dir=str(Path.cwd()))
+    return plan(
+        loaded.spec, run_id=run_id, run_dir=str(run_root / run_id), base_dir=str(absolute("."))
+    )
 
 
 def _make_root(run_root: Path) -> list[Path]:
-    """Make the run root and what is missing above it; returns the directories made, outermost first."""
-    missing = [path for path in (run_root, *run_root.parents) if not path.exists()]
+    """Make the run root and what is missing above it; returns what was made, outermost first."""
     made: list[Path] = []
     try:
+        missing = [path for path in (run_root, *run_root.parents) if not path.exists()]
         for path in reversed(missing):
-            path.mkdir(mode=0o750)
-            made.append(path)
+            # Another submit may be just as far.
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o750)
+                made.append(path)
         if not run_root.is_dir():
-            raise NotADirectoryError(20, "it is not a directory")
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(run_root, os.W_OK | os.X_OK):
-            raise PermissionError(13, "no permission to write there")
+            raise PermissionError(errno.EACCES, "it cannot be written to")
     except OSError as err:
-        for path in reversed(made):
-            with suppress(OSError):
-                path.rmdir()
+        _remove_empty(made)
         raise errors.StorageError(
-            f"run root {run_root}: {err.strerror}", "name another with --run-root, run_root or $VITRA_RUN_ROOT"
+            f"run root {run_root}: {err.strerror}",
+            "name another with --run-root, run_root or $VITRA_RUN_ROOT",
         ) from err
     return made
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories, given outermost first, in which nothing is."""
+    for directory in reversed(directories):
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def _new_directory(draft_: Draft, now: datetime) -> RunDir:

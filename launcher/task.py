@@ -1,8 +1,9 @@
 """`python -P -m launcher.task RUN_DIR`: watches over one rank. Standard library only.
 
-The scheduler signals the process that it started, and some clusters only that one. So each rank has
-this small parent: it starts the trainer, passes stop signals on once each, and records how the trainer
-ended, which a killed process cannot do itself. It dies with the supervisor, and the trainer with it.
+The scheduler signals the process that it started, and some clusters only that one. So each rank
+has this small parent: it starts the trainer, passes stop signals on once each, and records how the
+trainer ended, which a killed process cannot do itself. It dies with the supervisor, and the trainer
+with it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from trainer.spec.rundir import RunDir, write_atomic
+
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR2)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rank that the environment describes; returns its exit code, 128 + n after signal n."""
+    """Run the rank that the environment describes; returns its exit code, 128 + n for signal n."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -P -m launcher.task RUN_DIR\n")
         return 2
@@ -36,12 +39,12 @@ def main(arguments: list[str]) -> int:
     )
     forward.to(child)
     code = child.wait()
-    _record(Path(run_dir), code)
+    _record(RunDir(Path(run_dir)), code)
     return code if code >= 0 else 128 - code
 
 
 class _Forwarder:
-    """Passes each stop signal to the trainer once, also one that comes before the trainer is there."""
+    """Passes each stop signal to the trainer once, also one that comes before it is there."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -66,10 +69,10 @@ class _Forwarder:
             self._child.send_signal(number)
 
 
-def _record(run_dir: Path, code: int) -> None:
+def _record(run_dir: RunDir, code: int) -> None:
     """Publish attempts/K/rank_R.exit; the supervisor counts a rank without one as lost."""
     rank = int(os.environ["RANK"])
-    path = run_dir / "attempts" / os.environ["VITRA_ATTEMPT"] / f"rank_{rank}.exit"
+    path = run_dir.attempt(int(os.environ["VITRA_ATTEMPT"])).exit(rank)
     record = {
         "rank": rank,
         "node": os.uname().nodename,
@@ -77,12 +80,7 @@ def _record(run_dir: Path, code: int) -> None:
         "signal": -code if code < 0 else None,
         "ended_at": time.time(),
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        json.dump(record, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomic(path, json.dumps(record).encode())
 
 
 def _die_with_parent() -> None:

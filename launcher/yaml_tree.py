@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from trainer.spec.fields import shorten
+from trainer.spec.fields import Loc, shorten
 
 MOST_BYTES = 2**20
 MOST_DEPTH = 64
@@ -21,8 +21,6 @@ MOST_DEPTH = 64
 MOST_NODES = 100_000
 #: Characters of a number.
 LONGEST_NUMBER = 100
-
-Path = tuple[str | int, ...]
 
 # libyaml's parser is ten times as fast, where PyYAML was built with it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -38,9 +36,10 @@ _INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _NAN = re.compile(r"\.(nan|NaN|NAN)")
 
 # What YAML cannot hold. U+0085, U+2028 and U+2029 are left out too: 1.1 ends a line (and so a
-# comment) there and 1.2 does not, so that two readers would see two different files.
+# comment) there and 1.2 does not, so that two readers would see two different files. So is a byte
+# order mark in mid-file: nobody sees it, and a key that it is glued to is another key.
 _UNREADABLE = re.compile(
-    "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+    "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -58,7 +57,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Scalar:
-    """One value. `plain`: without quotes or tag. `faulty`: a fault already says what is wrong."""
+    """One value. `plain`: without quotes or tag."""
 
     place: Place
     text: str
@@ -73,6 +72,7 @@ class Listing:
 
     place: Place
     items: list[Node]
+    faulty: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +90,10 @@ class Table:
 
     place: Place
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    faulty: bool = False
 
 
+#: A node is `faulty` where a fault already says what is wrong with it, so that no other needs to.
 Node = Scalar | Listing | Table
 
 
@@ -100,7 +102,7 @@ class YamlFault:
     """One thing wrong in the text, at a place; `path` leads to the node, as far as it is known."""
 
     place: Place
-    path: Path
+    path: Loc
     problem: str
 
 
@@ -120,6 +122,7 @@ class _Open:
     is_table: bool
     anchor: str | None
     nodes_before: int
+    faulty: bool
     height: int = 1
     children: list[Node] = field(default_factory=list["Node"])
 
@@ -188,12 +191,11 @@ class _Composer:
             case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
                 self._count(event, 1, 1)
                 is_table = isinstance(event, yaml.MappingStartEvent)
-                kind = "map" if is_table else "seq"
-                if event.tag not in (None, "!", _CORE + kind):
-                    self._fault(self._place(event), _foreign(event.tag))
-                self._open.append(
-                    _Open(self._place(event), is_table, event.anchor, self._nodes - 1)
-                )
+                place = self._place(event)
+                faulty = event.tag not in (None, "!", _CORE + ("map" if is_table else "seq"))
+                if faulty:
+                    self._fault(place, _foreign(event.tag))
+                self._open.append(_Open(place, is_table, event.anchor, self._nodes - 1, faulty))
                 if event.anchor is not None:
                     self._anchors[event.anchor] = None
             case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
@@ -204,6 +206,7 @@ class _Composer:
     def _close(self) -> None:
         done = self._open.pop()
         node = self._table(done) if done.is_table else Listing(done.place, done.children)
+        node.faulty = done.faulty
         if done.anchor is not None:
             size = self._nodes - done.nodes_before
             self._anchors[done.anchor] = _Anchored(node, size, done.height)
@@ -247,7 +250,7 @@ class _Composer:
             problem = "holds half a character (a lone surrogate)"
         elif event.tag == "!" or (event.tag is None and not plain):
             pass  # text, whatever it looks like
-        elif len(text) > LONGEST_NUMBER and _number(text[:LONGEST_NUMBER]):
+        elif len(text) > LONGEST_NUMBER and _is_number(text):
             problem = f"a number of more than {LONGEST_NUMBER} characters"
         elif event.tag is None:
             node.value = _core_value(text)
@@ -287,7 +290,8 @@ class _Composer:
             for merged in sources:
                 if isinstance(merged, Table):
                     # What is there already wins: explicit keys, then earlier mappings.
-                    table.entries = merged.entries | table.entries
+                    for name, entry in merged.entries.items():
+                        table.entries.setdefault(name, entry)
                 else:
                     self._fault(key.place, "`<<` takes a mapping or a list of mappings")
                     break
@@ -296,7 +300,7 @@ class _Composer:
     def _place(self, event: Any) -> Place:
         return _place(event.start_mark, self._source)
 
-    def _path(self) -> Path:
+    def _path(self) -> Loc:
         """The path to the node that is being read."""
         path: list[str | int] = []
         for parent in self._open:
@@ -322,6 +326,10 @@ def _core_value(text: str) -> bool | int | float | str | None:
         return _BOOLS[text]
     number = _number(text)
     return text if number is None else number
+
+
+def _is_number(text: str) -> bool:
+    return any(form.fullmatch(text) for form in (_INT, _OCTAL, _HEX, _FLOAT))
 
 
 def _number(text: str) -> int | float | None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from trainer.spec.errors import VitraError
 from trainer.spec.outcome import RankReport
@@ -16,53 +17,62 @@ from trainer.state import TrainState
 from trainer.stop import StopFlag
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_MESSAGE = 500
 
 
 def main(arguments: list[str]) -> int:
     """Run one rank, or the probe; returns the exit code."""
     if arguments == ["--probe"]:
-        from trainer.probe import probe
-
-        return probe(sys.stdin.buffer.read(), sys.stdout)
+        return _run_probe()
     if len(arguments) != 1 or arguments[0].startswith("-"):
         sys.stderr.write("usage: python -P -m trainer RUN_DIR | --probe\n")
         return 2
-    # First of all: a stop that comes while torch is being imported must not be lost, and a rank must
-    # not outlive the process that started it.
+    # First of all: a stop that comes while torch is being imported must not be lost, and a rank
+    # must not outlive the process that started it.
     stop = StopFlag().install()
     _die_with_parent()
     return _run_rank(RunDir(Path(arguments[0])), stop)
 
 
-def _run_rank(run_dir: RunDir, stop: StopFlag) -> int:
+def _run_probe() -> int:
+    _die_with_parent()
+    # What components print must not get mixed up with the answer.
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        from trainer.probe import probe
+
+        return probe(sys.stdin.buffer.read(), answer)
+
+
+def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
     import logging
 
     rank, attempt = os.environ.get("RANK", "?"), os.environ.get("VITRA_ATTEMPT", "?")
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {rank} %(levelname)s: %(message)s"
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s rank {rank} %(levelname)s: %(message)s",
     )
     logging.captureWarnings(True)
     state = TrainState()
+    keep: list[object] = []
     error: BaseException | None = None
     try:
         from trainer.worker import run
 
-        code = run(run_dir, os.environ, stop, state)
+        code = run(run_dir, os.environ, stop, state, keep)
     except VitraError as err:
         logging.getLogger(__name__).error("%s: %s", type(err).__name__, err)
         error, code = err, err.exit_code
-    except MemoryError as err:
-        traceback.print_exc()
-        error, code = err, 1
-    except BaseException as err:
+    except BaseException as err:  # noqa: BLE001 - the supervisor is told, whatever it was
         traceback.print_exc()
         error, code = err, 1
     if rank.isdigit() and attempt.isdigit():
         report = RankReport(
             rank=int(rank),
             exit_code=code,
-            error=None if error is None else type(error).__name__,
-            message=None if error is None else (str(error).splitlines() or [""])[0][:500],
+            error=None if error is None else _name_of(error),
+            message=None if error is None else _line_of(error),
             last_step=state.step,
         )
         path = run_dir.attempt(int(attempt)).report(int(rank))
@@ -70,7 +80,30 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> int:
             write_atomic(path, report.model_dump_json().encode())
         except OSError as err:
             sys.stderr.write(f"cannot write {path}: {err}\n")
-    return code
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once: no destructor, data worker or other thread may hold it up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _name_of(error: BaseException) -> str:
+    """The class that the supervisor judges by; running out of memory has many."""
+    # NumPy raises a subclass; torch's CPU allocator only a RuntimeError.
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "MemoryError"
+    return type(error).__name__
+
+
+def _line_of(error: BaseException) -> str:
+    """What an error says, in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    # An error of a data worker comes with a traceback, and says what it is at its end.
+    line = lines[-1] if lines[0].startswith("Caught ") else lines[0]
+    return line[:_LONGEST_MESSAGE]
 
 
 def _die_with_parent() -> None:
@@ -83,8 +116,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Data workers and communication threads must not hold up, or alter, the end of a rank.
-    os._exit(exit_code)
+    _leave(main(sys.argv[1:]))

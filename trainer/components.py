@@ -12,7 +12,7 @@ inherit and nothing to register.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.keyed import SampleRandom
-from trainer.spec.errors import SpecError, UsageError
+from trainer.spec.errors import UsageError
 
 #: One sample as a data worker holds it: arrays of fixed shape, by name.
 Sample = dict[str, np.ndarray]
@@ -109,12 +109,14 @@ class DrawsPerSample(Protocol):
 class Evaluates(Protocol):
     """A model that can judge itself on held-out data at the end of a run.
 
-    `evaluate` is called on every rank with its share of the work (rank, world_size) and yields
-    progress messages; it returns sums that are added up over ranks, and `summarize_evaluation` turns the
-    added-up sums into the recorded figures (name -> value).
+    `evaluate` is called on every rank with its share of the work (rank, world_size); it returns
+    sums that are added up over ranks, and `summarize_evaluation` turns the added-up sums into the
+    recorded figures (name -> value).
     """
 
-    def evaluate(self, data: Dataset, seed: int, rank: int, world_size: int) -> Mapping[str, float]: ...
+    def evaluate(
+        self, data: Dataset, seed: int, rank: int, world_size: int
+    ) -> Mapping[str, float]: ...
 
     def summarize_evaluation(self, sums: Mapping[str, float]) -> Mapping[str, float]: ...
 

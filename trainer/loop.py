@@ -56,15 +56,20 @@ def train(
         for micro_step, batch in enumerate(inputs.micro_batches):
             reseed(plan.spec.seed, "micro-batch", inputs.step, micro_step, ctx.ranks.rank)
             is_last = micro_step == len(inputs.micro_batches) - 1
-            loss_sum += strategy.forward_backward(batch, scale=plan.world_size / max(count, 1), is_last=is_last)
+            loss_sum += strategy.forward_backward(
+                batch, scale=plan.world_size / max(count, 1), is_last=is_last
+            )
         grad_norm = strategy.clip_grad_norm()
-        global_sum, bad_norms, stops = agree.sum(float(loss_sum), not math.isfinite(grad_norm), ctx.stop.raised)
+        global_sum, bad_norms, stops = agree.sum(
+            float(loss_sum), not math.isfinite(grad_norm), ctx.stop.raised
+        )
         loss = global_sum / max(count, 1)
         if bad_norms or not math.isfinite(loss):
             raise NonFiniteLoss(
-                f"step {inputs.step}: loss {loss}, gradient norm {grad_norm}; stopped before the step was applied",
-                f"the newest checkpoint is that of an earlier step; lower the learning rate, or look at "
-                f"the samples of step {inputs.step} (tracking.sample_ids: true records them)",
+                f"step {inputs.step}: loss {loss}, gradient norm {grad_norm}; "
+                "stopped before the step was applied",
+                "the newest checkpoint is that of an earlier step; lower the learning rate, or look"
+                f" at the samples of step {inputs.step} (tracking.sample_ids: true records them)",
             )
         strategy.apply_step()
         state.advance(inputs.epoch, plan.global_batch_size)
@@ -85,9 +90,12 @@ def train(
         began = now
         is_end = state.step == plan.total_steps
         if stops or is_end or state.step % save_interval == 0:
-            ctx.checkpoints.save(strategy, state, must_succeed=bool(stops) or is_end)
-            # A stop that was asked for during the save needs neither another step nor another save.
+            saved = ctx.checkpoints.save(strategy, state, must_succeed=bool(stops) or is_end)
+            # A stop that was asked for during the save needs no other step; and another save only
+            # where this one failed.
             stops = stops or agree.any(ctx.stop.raised)
+            if stops and not saved:
+                ctx.checkpoints.save(strategy, state, must_succeed=True)
             began = ctx.clock()
         if stops and not is_end:
             return LoopEnd.STOPPED

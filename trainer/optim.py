@@ -11,6 +11,7 @@ from torch import nn
 from trainer.spec.errors import IncompatibleCheckpoint
 from trainer.spec.schedule import ACTION_MODEL, BACKBONE, Schedule
 
+
 class LearningRates:
     """Sets each parameter group's rate before a step. Counts optimizer steps and nothing else.
 
@@ -98,8 +99,8 @@ def parameter_groups(
 def build_optimizer(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), fused.
 
-    Fused is several times faster than the other implementations and rounds differently from them, so
-    it is never chosen by circumstance.
+    Fused is several times faster than the other implementations and rounds differently from them,
+    so it is never chosen by circumstance.
     """
     return torch.optim.AdamW(groups, betas=betas, fused=True)
 
@@ -114,7 +115,8 @@ def check_same_groups(optimizer: torch.optim.Optimizer, saved: dict[str, list[st
     for name in sorted(present.keys() | saved.keys()):
         if present.get(name) != saved.get(name):
             raise IncompatibleCheckpoint(
-                f"optimizer group {name!r}: the checkpoint has {len(saved.get(name, []))} parameters in it, "
-                f"this model {len(present.get(name, []))}, and they are not the same",
+                f"optimizer group {name!r}: the checkpoint has {len(saved.get(name, []))} "
+                f"parameters in it, this model {len(present.get(name, []))}, and they are not the "
+                "same",
                 "resume with the model that the run was started with",
             )

@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics, sample ids and events, exact across any number of resumes."""
+"""What a run writes about itself: metrics, sample ids and events, exact across all resumes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from trainer.spec.rundir import LineLog, RunDir, append_event, json_line, read_l
 class RunRecords:
     """The record files of one attempt, as one rank writes them.
 
-    Metrics are written by the primary rank only, to metrics.jsonl of the run and of the attempt; sample ids
-    by each rank to its own file. Lines of steps beyond the resume step belong to work that no longer
-    counts: `rebuild` drops them before the attempt's first step.
+    Metrics are written by the primary rank only, to metrics.jsonl of the run and of the attempt;
+    sample ids by each rank to its own file. Lines of steps beyond the resume step belong to work
+    that no longer counts: `rebuild` drops them before the attempt's first step.
     """
 
-    def __init__(self, run_dir: RunDir, ranks: RankInfo, *, log_interval: int, sample_ids: bool) -> None:
+    def __init__(
+        self, run_dir: RunDir, ranks: RankInfo, *, log_interval: int, sample_ids: bool
+    ) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
         self._log_interval = log_interval
@@ -27,10 +29,10 @@ class RunRecords:
         self._samples: LineLog | None = None
 
     def rebuild(self, resume_step: int) -> None:
-        """Cut all records back to `resume_step`. On the primary rank, before any rank opens its files.
+        """Cut all records back to `resume_step`: on the primary rank, before any opens its files.
 
-        Files of ranks beyond the present world are cut as well: they hold what an attempt of another
-        size trained.
+        Files of ranks beyond the present world are cut as well: they hold what an attempt of
+        another size trained.
         """
         for path in (self._run_dir.metrics, *self._run_dir.sample_files()):
             _keep_up_to(path, resume_step)
@@ -72,7 +74,7 @@ def _keep_up_to(path: Path, step: int) -> None:
     last = -math.inf
     for record in read_lines(path):
         number = record.get("step")
-        # Strictly increasing: of two lines for one step only an interrupted rebuild could be the cause.
+        # Steps increase strictly; a line that does not fit is not of the work that counts.
         if isinstance(number, int) and last < number <= step:
             kept.append(json_line(record))
             last = number

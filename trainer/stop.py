@@ -20,7 +20,7 @@ class StopFlag:
         self.raised = False
 
     def install(self) -> StopFlag:
-        """Take over the stop signals; an interrupt from the keyboard is the supervisor's business."""
+        """Take over the stop signals; a keyboard's interrupt is the supervisor's business."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

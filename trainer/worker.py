@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -49,11 +47,15 @@ log = logging.getLogger(__name__)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-def run(run_dir: RunDir, environ: Mapping[str, str], stop: StopFlag, state: TrainState) -> int:
+def run(
+    run_dir: RunDir, environ: Mapping[str, str], stop: StopFlag, state: TrainState, keep: list[object]
+) -> int:
     """Train the run in `run_dir` as the rank that `environ` describes; returns the exit code.
 
     0: the last step is reached and saved. 75: asked to stop, the present step is saved. `state` is
-    advanced in place, so that the caller can report how far it came.
+    advanced in place, so that the caller can report how far it came. What is put into `keep` must
+    not be torn down before the process ends: the destructors of process groups wait, with Python's
+    lock held, for threads that may be waiting for that lock.
 
     Raises:
         VitraError: whatever ended it early; its class says whether trying again can help.
@@ -70,56 +72,57 @@ def run(run_dir: RunDir, environ: Mapping[str, str], stop: StopFlag, state: Trai
             "the order of samples depends on their number: restore the data, or submit a new run",
         )
     model = build_model(plan.spec, data, device)
-    with _process_group(ranks, device) as group:
-        agree = Agreement(group)
-        records = RunRecords(
-            run_dir,
-            ranks,
-            log_interval=plan.spec.tracking.log_interval,
-            sample_ids=plan.spec.tracking.sample_ids,
-        )
-        storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
-        checkpoints = Checkpointer(
-            CheckpointStore(storage, plan.run_id),
-            plan=plan,
-            ranks=ranks,
-            agree=agree,
-            group=group,
-            records=records,
-        )
-        ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state)
-        strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
-        strategy.run_setup(run_dir.path, len(data))
+    group = _process_group(ranks, device)
+    agree = Agreement(group)
+    records = RunRecords(
+        run_dir,
+        ranks,
+        log_interval=plan.spec.tracking.log_interval,
+        sample_ids=plan.spec.tracking.sample_ids,
+    )
+    storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
+    checkpoints = Checkpointer(
+        CheckpointStore(storage, plan.run_id),
+        plan=plan,
+        ranks=ranks,
+        agree=agree,
+        group=group,
+        records=records,
+    )
+    ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state)
+    strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
+    strategy.run_setup(run_dir.path, len(data))
+    keep += [group, strategy]
 
-        checkpoints.restore(strategy, state)
-        if state.step == 0 and plan.spec.checkpoint.init_from is not None:
-            load_initial_weights(plan.spec.checkpoint.init_from, strategy)
-        if ranks.is_primary:
-            records.rebuild(state.step)
-        agree.barrier()
-        records.open()
-        records.event("started", step=state.step, world_size=plan.world_size, node=os.uname().nodename)
-        log.info("training from step %d to %d", state.step, plan.total_steps)
+    checkpoints.restore(strategy, state)
+    if state.step == 0 and plan.spec.checkpoint.init_from is not None:
+        load_initial_weights(plan.spec.checkpoint.init_from, strategy)
+    if ranks.is_primary:
+        records.rebuild(state.step)
+    agree.barrier()
+    records.open()
+    records.event("started", step=state.step, world_size=plan.world_size, node=os.uname().nodename)
+    log.info("training from step %d to %d", state.step, plan.total_steps)
 
-        loader = RankLoader(
-            plan,
-            data,
-            model.draws if isinstance(model, DrawsPerSample) else None,
-            rank=ranks.rank,
-            start_step=state.step,
-            pin_memory=device.type == "cuda",
-        )
-        end = strategy.run_training(
-            loader,
-            VLAMetrics(records),
-            save_interval=plan.spec.checkpoint.save_interval,
-            start_global_step=state.step,
-        )
-        if end is LoopEnd.STOPPED:
-            log.info("stopped as asked; the newest checkpoint is that of step %s", checkpoints.saved_step)
-            return EXIT_SAVED
-        _evaluate(model, data, plan, ctx)
-        agree.barrier()
+    loader = RankLoader(
+        plan,
+        data,
+        model.draws if isinstance(model, DrawsPerSample) else None,
+        rank=ranks.rank,
+        start_step=state.step,
+        pin_memory=device.type == "cuda",
+    )
+    end = strategy.run_training(
+        loader,
+        VLAMetrics(records),
+        save_interval=plan.spec.checkpoint.save_interval,
+        start_global_step=state.step,
+    )
+    if end is LoopEnd.STOPPED:
+        log.info("stopped as asked; the newest checkpoint is that of step %s", checkpoints.saved_step)
+        return EXIT_SAVED
+    _evaluate(model, data, plan, ctx)
+    agree.barrier()
     return 0
 
 
@@ -187,12 +190,13 @@ def _prepare_torch(plan: Plan, ranks: RankInfo) -> torch.device:
     return device
 
 
-@contextlib.contextmanager
-def _process_group(ranks: RankInfo, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
-    """The default process group, and a gloo group for agreements; None in a world of one on CPU."""
+def _process_group(ranks: RankInfo, device: torch.device) -> dist.ProcessGroup | None:
+    """Join the other ranks; returns a gloo group for agreements, None in a world of one on CPU.
+
+    The groups are never destroyed: when all ranks have agreed that they are done, each just leaves.
+    """
     if ranks.world_size == 1 and device.type == "cpu":
-        yield None
-        return
+        return None
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"tcp://{ranks.master_addr}:{ranks.master_port}",
@@ -201,12 +205,7 @@ def _process_group(ranks: RankInfo, device: torch.device) -> Iterator[dist.Proce
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
-    finally:
-        # Only a clean end may wait for peers; after an error they may be gone.
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    return dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
 
 
 def _strategy_arguments(plan: Plan, model: Any, ctx: TrainContext) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -26,14 +27,22 @@ _REAP_S = 10.0
 
 
 class LocalLauncher:
-    """Starts every rank as a child of this process, each in a session of its own."""
+    """Starts every rank as a child of this process, each in a session of its own.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    Args:
+        environ: the surrounding environment.
+        working_dir: where the ranks run, so that relative paths in a spec's options mean the same
+            in every attempt; the run directory where it is gone.
+    """
+
+    def __init__(self, environ: Mapping[str, str], working_dir: Path) -> None:
         self._environ = environ
+        self._working_dir = working_dir
 
     def start(self, run_dir: RunDir, plan: Plan, attempt: int) -> LocalRanks:
         port = free_port()
         common = rank_environment(self._environ, plan, run_dir, attempt)
+        working_dir = self._working_dir if self._working_dir.is_dir() else run_dir.path
         processes: list[shell.Process] = []
         group = LocalRanks(run_dir, attempt, processes)
         try:
@@ -49,7 +58,8 @@ class LocalLauncher:
                     "VITRA_PARENT_PID": str(os.getpid()),
                 }
                 argv = [sys.executable, "-P", "-m", "launcher.task", str(run_dir.path)]
-                processes.append(shell.start(argv, log=run_dir.attempt(attempt).log(rank), env=env))
+                log = run_dir.attempt(attempt).log(rank)
+                processes.append(shell.start(argv, log=log, env=env, cwd=working_dir))
         except OSError as err:
             group.kill()
             raise SchedulerUnavailable(f"cannot start rank {len(processes)}: {err}") from err
@@ -112,7 +122,8 @@ def free_port() -> int:
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
-                probe.bind((_ADDRESS, port))
+                # On every interface, as the ranks' rendezvous will listen.
+                probe.bind(("", port))
             except OSError:
                 continue
             return port

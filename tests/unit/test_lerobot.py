@@ -21,6 +21,7 @@ from trainer.data.lerobot import LerobotData, build, hold_out, packaged_root
 from trainer.data.lerobot_tables import Episode
 from trainer.data.normalize import MinMax
 from trainer.data.samples import HoldsOut
+from trainer.data.video import VideoReader, Wanted
 from trainer.spec.errors import DataError
 
 RNG = SampleRandom(seed=0, epoch=0, sample=0)
@@ -48,17 +49,21 @@ def grey(frame: int) -> int:
     return 20 + 37 * frame % 200
 
 
-def write_video(path: Path, frames: list[int], size: int = SIZE, gop: int = 4) -> None:
+def write_frames(path: Path, frames: list[np.ndarray]) -> None:
+    """Encode (H, W, 3) uint8 pictures with a key frame at every fourth."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = {"crf": "10", "g": str(gop), "bf": "0", "threads": "1"}
+    options = {"crf": "10", "g": "4", "bf": "0", "threads": "1"}
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=FPS, options=options)
-        stream.width = stream.height = size
+        stream.height, stream.width, _ = frames[0].shape
         stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            pixels = np.full((size, size, 3), grey(frame), dtype=np.uint8)
+        for pixels in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
+
+
+def write_video(path: Path, frames: list[int]) -> None:
+    write_frames(path, [np.full((SIZE, SIZE, 3), grey(f), dtype=np.uint8) for f in frames])
 
 
 def write_table(path: Path, columns: dict[str, Any]) -> None:
@@ -447,6 +452,26 @@ def test_a_frame_damaged_later_is_named_when_it_is_read(root: Path) -> None:
         data.sample(11, RNG)
 
 
+def test_a_frame_that_the_decoder_painted_over_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "film.mp4"
+    blocks = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    texture = np.kron(blocks, np.ones((8, 8, 1), dtype=np.uint8))
+    write_frames(path, [np.roll(texture, 5 * shift, axis=1) for shift in range(12)])
+    reader = VideoReader(64, 64, FPS)
+    whole = [reader.read(path, Wanted(frame / FPS, frame)) for frame in range(12)]
+    reader.close()
+    with av.open(str(path)) as container:
+        packet = next(p for p in container.demux(video=0) if p.pts == 5 * p.duration)
+        middle, size = packet.pos + packet.size // 2, packet.size // 4
+    content = bytearray(path.read_bytes())
+    content[middle : middle + size] = b"\xff" * size
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"film\.mp4: frame 5 is damaged"):
+        reader.read(path, Wanted(5 / FPS, 5))
+    for frame in (3, 8):
+        np.testing.assert_array_equal(reader.read(path, Wanted(frame / FPS, frame)), whole[frame])
+
+
 # ----------------------------------------------------------------------- normalisation
 
 
@@ -463,5 +488,5 @@ def test_normalisation_maps_the_range_to_one_and_back() -> None:
     ("low", "high"), [([0.0], [0.0, 1.0]), ([1.0], [0.0]), ([float("nan")], [1.0])]
 )
 def test_impossible_ranges_are_refused(low: list[float], high: list[float]) -> None:
-    with pytest.raises(ValueError, match="bounds|range"):
+    with pytest.raises(ValueError, match=r"bounds|range"):
         MinMax.of(low, high)

@@ -137,7 +137,13 @@ def test_file_names_carry_their_attempt() -> None:
     assert attempt_of(shard_name(12, 3)) == 12
     assert attempt_of(index_name(4)) == attempt_of(index_name(4, 9)) == 4
     assert attempt_of("shard-a3-r0-t2.bin") == 3
-    foreign = ["shard.bin", "shard-a0-r0.bin", "shard-a1-r0.bin.bak", "notes-a1.json", "shard-a٣.bin"]
+    foreign = [
+        "shard.bin",
+        "shard-a0-r0.bin",
+        "shard-a1-r0.bin.bak",
+        "notes-a1.json",
+        "shard-a٣.bin",
+    ]
     assert [attempt_of(name) for name in foreign] == [None] * 5
 
 

@@ -1,4 +1,4 @@
-"""Files on disk: whole or not there, durable in the right order, and errors that say the way out."""
+"""Files on disk: whole or not there, durable in the right order, errors that say the way out."""
 
 from __future__ import annotations
 
@@ -223,8 +223,10 @@ def test_everything_is_synced_before_it_can_be_seen(tmp_path: Path) -> None:
     trace: list[tuple[str, str]] = []
 
     def note(_n: int, call: str, args: tuple[Any, ...]) -> None:
-        at = f"/proc/self/fd/{args[0]}" if call in ("write", "fsync") else ""
-        path = Path(os.readlink(at)) if at else Path(args[-1] if call == "link" else args[0])
+        if call in ("write", "fsync"):
+            path = Path(f"/proc/self/fd/{args[0]}").readlink()
+        else:
+            path = Path(args[-1] if call == "link" else args[0])
         name = "temp" if path.name.startswith(".tmp-") else path.name
         trace.append((call, name))
 
@@ -275,7 +277,9 @@ def test_a_file_size_limit_is_said_and_leaves_nothing_half_written(tmp_path: Pat
 
 def test_a_read_only_place_is_refused_by_the_probe(read_only_disk: Path) -> None:
     for place in (read_only_disk, read_only_disk / "deeper" / "place"):
-        with pytest.raises(StorageError, match="Read-only file system; mounted read-only") as caught:
+        with pytest.raises(
+            StorageError, match="Read-only file system; mounted read-only"
+        ) as caught:
             LocalStorage(place).probe()
         assert str(place) in str(caught.value)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trainer.agree import Agreement
 from trainer.checkpoint.codec import (
+    index_file,
     load_tensors,
     parse_index,
-    read_file_range,
     save_tensors,
     tensor_shapes,
 )
@@ -37,6 +37,7 @@ from trainer.spec.rundir import utc_now
 from trainer.state import TrainState
 from trainer.store.checkpoints import CheckpointRef, CheckpointStore
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, index_name, shard_name
+from trainer.store.storage import open_storage
 
 if TYPE_CHECKING:
     from trainer.strategies.base import TrainingStrategy
@@ -55,7 +56,6 @@ class Checkpointer:
     Args:
         store: the checkpoint place.
         group: a gloo group over all ranks; None where there is one process only.
-        retention: called on rank 0 after a commit.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class Checkpointer:
     def save(self, strategy: TrainingStrategy, state: TrainState, *, must_succeed: bool) -> bool:
         """Commit a checkpoint of the present step; True once it is durable on every rank's word.
 
-        A periodic save that fails is a loud warning, and the second in a row ends the run; the newest
-        good checkpoint stays valid throughout.
+        A periodic save that fails is a loud warning, and the second in a row ends the run; the
+        newest good checkpoint stays valid throughout.
 
         Raises:
             Fenced: a newer attempt owns the run.
             CheckpointError: it failed and had to succeed.
         """
-        self._agree_or_raise(self._look_for_newer_attempt)
         try:
+            self._agree_or_raise(self._look_for_newer_attempt)
             self._save(strategy, state)
         except StorageError as err:
             self._failed_saves += 1
-            self._records.event("save_failed", step=state.step, reason=str(err))
+            reason = str(err)
             # All ranks are past their writes: what they left of this save is only in the way.
-            self._agree_or_raise(lambda: self._discard(state.step))
+            self._agree_or_raise(lambda: self._clean_up_failed(state.step, reason))
             if must_succeed or self._failed_saves >= _MAX_FAILED_SAVES:
                 raise
             log.warning("step %d NOT saved, training goes on: %s", state.step, err)
@@ -107,9 +107,9 @@ class Checkpointer:
     def restore(self, strategy: TrainingStrategy, state: TrainState) -> None:
         """Restore the newest good checkpoint into model, optimizer, schedule and `state`.
 
-        Every byte is checked against its digest first, the ranks sharing the work; a damaged checkpoint
-        is passed over with its reason. Leaves everything as it is where no checkpoint was ever
-        committed.
+        Every byte is checked against its digest first, the ranks sharing the work; a damaged
+        checkpoint is passed over with its reason. Leaves everything as it is where no checkpoint
+        was ever committed.
 
         Raises:
             CorruptCheckpoint: checkpoints were committed once and none is good.
@@ -120,9 +120,13 @@ class Checkpointer:
         must_resume: bool = found[1]
         reasons: list[str] = []
         for ref in candidates:
-            problems = self._verify(ref)
+            problems = self._verify(self._store, ref)
             if not problems:
-                self._load(ref, strategy, state)
+                self._load(self._store, ref, strategy, weights=True)
+                state.step = ref.step
+                state.epoch = ref.manifest.epoch
+                state.samples_seen = ref.manifest.samples_seen
+                self._resumed_step = ref.step
                 self._records.event("restored", step=ref.step, from_attempt=ref.attempt)
                 return
             reasons.append(f"step {ref.step}: {problems[0]}")
@@ -130,63 +134,68 @@ class Checkpointer:
             self._records.event("checkpoint_skipped", step=ref.step, reason="; ".join(problems))
         if must_resume:
             raise CorruptCheckpoint(
-                "this run has committed checkpoints, but none is good: " + ("; ".join(reasons) or "all are gone"),
+                "this run has committed checkpoints, but none is good: "
+                + ("; ".join(reasons) or "all are gone"),
                 "restore the files, or submit a new run to start from the beginning",
             )
 
-    def load_from(self, directory: Path, strategy: TrainingStrategy, *, weights: bool) -> None:
-        """Restore optimizer and schedule (and, with `weights`, the model) from one step's directory."""
+    def load_from(self, directory: Path, strategy: TrainingStrategy) -> None:
+        """Restore optimizer and schedule, not the weights, from one step's directory (`step-...`).
+
+        Raises:
+            CorruptCheckpoint: it is missing or damaged. IncompatibleCheckpoint: of another model.
+        """
         try:
             manifest = CheckpointManifest.from_bytes((directory / MANIFEST_NAME).read_bytes())
         except OSError as err:
-            raise CorruptCheckpoint(f"{directory}: no readable {MANIFEST_NAME}: {err.strerror}") from err
-        read = read_file_range(directory)
-        self._load_files(manifest, lambda name: (directory / name).read_bytes(), read, strategy, weights=weights)
+            raise CorruptCheckpoint(
+                f"{directory}: no readable {MANIFEST_NAME}: {err.strerror}"
+            ) from err
+        store = CheckpointStore(open_storage(str(directory.parent)), manifest.run_id)
+        ref = CheckpointRef(manifest)
+        problems = self._verify(store, ref)
+        if problems:
+            raise CorruptCheckpoint(f"{directory}: {'; '.join(problems)}")
+        self._load(store, ref, strategy, weights=False)
 
     def _find(self) -> tuple[list[CheckpointRef], bool]:
         """(what this attempt may go on from, best first; whether it has to).
 
-        The claim decided whether there is anything to go on from, and refused where all was damaged.
+        The claim decided whether there is anything to go on from, and refused where all was
+        damaged.
         """
         claim = next((c for c in self._store.claims() if c.attempt == self._ranks.attempt), None)
         if claim is None:
-            raise CheckpointError(f"{self._store.storage.uri}: attempt {self._ranks.attempt} was never claimed here")
+            raise CheckpointError(
+                f"{self._store.storage.uri}: attempt {self._ranks.attempt} was never claimed here"
+            )
         return self._store.candidates(claim), claim.resume is not None
 
-    def _verify(self, ref: CheckpointRef) -> list[str]:
+    def _verify(self, store: CheckpointStore, ref: CheckpointRef) -> list[str]:
+        """What is wrong with a checkpoint, in words, on every rank; each reads its share of it."""
         names = [entry.name for entry in ref.manifest.files]
         mine = names[self._ranks.rank :: self._ranks.world_size]
-        found = self._agree.gather(self._store.verify(ref, mine) if mine else [])
-        return [problem for of_rank in found for problem in of_rank]
+        problems: list[str] = []
+        self._agree_or_raise(lambda: problems.extend(store.verify(ref, mine) if mine else []))
+        return [problem for of_rank in self._agree.gather(problems) for problem in of_rank]
 
-    def _load(self, ref: CheckpointRef, strategy: TrainingStrategy, state: TrainState) -> None:
-        self._load_files(
-            ref.manifest,
-            lambda name: self._store.storage.read(ref.path(name)),
-            lambda name, start, length: self._store.storage.read_range(ref.path(name), start, length),
-            strategy,
-            weights=True,
-        )
-        state.step = ref.manifest.step
-        state.epoch = ref.manifest.epoch
-        state.samples_seen = ref.manifest.samples_seen
-        self._resumed_step = ref.step
-
-    def _load_files(
+    def _load(
         self,
-        manifest: CheckpointManifest,
-        read_file: Callable[[str], bytes],
-        read_range: Callable[[str, int, int], bytes],
+        store: CheckpointStore,
+        ref: CheckpointRef,
         strategy: TrainingStrategy,
         *,
         weights: bool,
     ) -> None:
-        index, document = parse_index(read_file(_index_file(manifest)))
+        """Fill optimizer, schedule and, with `weights`, the model from a verified checkpoint."""
+        files = {entry.name: entry.size_bytes for entry in ref.manifest.files}
+        document = store.storage.read(ref.path(index_file(files)))
+        index, saved = parse_index(document, files)
         shapes = tensor_shapes(index)
         optimizer, schedule = strategy.optimizer, strategy.lr_scheduler
         assert optimizer is not None, "run_setup comes before a restore"
         assert schedule is not None
-        check_same_groups(optimizer, document["optimizer_groups"])
+        check_same_groups(optimizer, saved["optimizer_groups"])
 
         tensors: dict[str, Tensor] = {}
         if weights:
@@ -194,14 +203,23 @@ class Checkpointer:
             _check_same_tensors({n: t for n, t in shapes.items() if n.startswith(_MODEL)}, tensors)
         moments = _empty_moments(strategy, shapes)
         tensors |= {
-            f"{_OPTIMIZER}{name}.{key}": tensor for name, entry in moments.items() for key, tensor in entry.items()
+            f"{_OPTIMIZER}{name}.{key}": tensor
+            for name, entry in moments.items()
+            for key, tensor in entry.items()
         }
-        load_tensors(tensors, index, read=read_range, group=self._group)
+        load_tensors(
+            tensors,
+            index,
+            read=lambda name, start, length: store.storage.read_range(
+                ref.path(name), start, length
+            ),
+            group=self._group,
+        )
         parameters = dict(strategy.named_parameters())
         optimizer.state.clear()
         for name, entry in moments.items():
             optimizer.state[parameters[name]] = entry
-        schedule.load_state_dict(document["schedule"])
+        schedule.load_state_dict(saved["schedule"])
 
     def _save(self, strategy: TrainingStrategy, state: TrainState) -> None:
         attempt = self._ranks.attempt
@@ -218,7 +236,9 @@ class Checkpointer:
             index, entries = written
             index["state"] = _state_document(strategy)
             entries.append(
-                self._store.create_file(state.step, index_name(attempt), [json.dumps(index).encode()])
+                self._store.create_file(
+                    state.step, index_name(attempt), [json.dumps(index).encode()]
+                )
             )
             left_over = self._store.commit(
                 CheckpointManifest(
@@ -235,14 +255,7 @@ class Checkpointer:
                 )
             )
             self._records.event("saved", step=state.step)
-            keep = self._plan.spec.checkpoint
-            retired = self._store.retain(
-                attempt,
-                keep_last=keep.keep_last,
-                keep_every=keep.keep_every,
-                resumed_step=self._resumed_step,
-            )
-            for warning in (*left_over, *retired.warnings):
+            for warning in (*left_over, *self._retire()):
                 log.warning("old files could not be deleted: %s", warning)
 
         self._agree_or_raise(commit if self._ranks.is_primary else lambda: None)
@@ -251,12 +264,31 @@ class Checkpointer:
         if self._ranks.is_primary and self._store.newest_attempt() > self._ranks.attempt:
             raise Fenced("a newer attempt owns this run", "nothing to do: the newer one goes on")
 
-    def _discard(self, step: int) -> None:
-        if self._ranks.is_primary:
-            try:
-                self._store.discard(step, self._ranks.attempt)
-            except StorageError as err:
-                log.warning("the failed save of step %d could not be removed: %s", step, err)
+    def _retire(self) -> tuple[str, ...]:
+        """Delete what retention no longer keeps; returns what could not be deleted, in words.
+
+        The checkpoint before it is committed, so a storage that fails here is no failed save.
+        """
+        keep = self._plan.spec.checkpoint
+        try:
+            return self._store.retain(
+                self._ranks.attempt,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
+                resumed_step=self._resumed_step,
+            ).warnings
+        except StorageError as err:
+            return (str(err),)
+
+    def _clean_up_failed(self, step: int, reason: str) -> None:
+        """Record a failed save and remove what it left. A disk that is full fails here as well."""
+        if not self._ranks.is_primary:
+            return
+        try:
+            self._records.event("save_failed", step=step, reason=reason)
+            self._store.discard(step, self._ranks.attempt)
+        except (OSError, StorageError) as err:
+            log.warning("the failed save of step %d could not be cleaned up: %s", step, err)
 
     def _on_primary(self, call: Callable[[], Any]) -> Any:
         """`call()` on rank 0 and None elsewhere; its error, if any, on every rank."""
@@ -270,7 +302,10 @@ class Checkpointer:
         return result[0]
 
     def _agree_or_raise(self, call: Callable[[], None]) -> None:
-        """Run `call` on every rank; if it fails on one, the lowest rank's error is raised on all."""
+        """Run `call` on every rank; if it fails on some, the lowest one's error is raised on all.
+
+        The same error everywhere, because the ranks must also go on alike.
+        """
         error: VitraError | None = None
         try:
             call()
@@ -280,10 +315,9 @@ class Checkpointer:
             error = StorageError(f"rank {self._ranks.rank}: {err}")
         if not self._agree.any(error is not None):
             return
-        for theirs in self._agree.gather(error and (type(error), error.message, error.hint)):
-            if theirs is not None:
-                kind, message, hint = theirs
-                raise error if error is not None else kind(message, hint)
+        errors = self._agree.gather(error and (type(error), error.message, error.hint))
+        kind, message, hint = next(one for one in errors if one is not None)
+        raise kind(message, hint) from error
 
 
 def _tensors_of(strategy: TrainingStrategy) -> dict[str, Tensor]:
@@ -303,7 +337,9 @@ def _state_document(strategy: TrainingStrategy) -> dict[str, Any]:
     assert strategy.lr_scheduler is not None
     return {
         "schedule": strategy.lr_scheduler.state_dict(),
-        "optimizer_groups": {g["name"]: g["parameter_names"] for g in strategy.optimizer.param_groups},
+        "optimizer_groups": {
+            g["name"]: g["parameter_names"] for g in strategy.optimizer.param_groups
+        },
         # The streams of keyed randomness are promised per numpy version.
         "versions": {"torch": torch.__version__, "numpy": np.__version__},
     }
@@ -323,7 +359,9 @@ def _empty_moments(
             continue
         name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition(".")
         if name not in parameters:
-            raise IncompatibleCheckpoint(f"the checkpoint has optimizer state for {name!r}, which this model has not")
+            raise IncompatibleCheckpoint(
+                f"the checkpoint has optimizer state for {name!r}, which this model has not"
+            )
         like = parameters[name].detach()
         # zeros_like keeps the layout of a sharded parameter; the step counter is a plain scalar.
         moments.setdefault(name, {})[key] = (
@@ -334,8 +372,12 @@ def _empty_moments(
     return moments
 
 
-def _check_same_tensors(saved: dict[str, tuple[torch.Size, torch.dtype]], present: dict[str, Tensor]) -> None:
-    problems = [f"{name} is missing in the checkpoint" for name in sorted(present.keys() - saved.keys())]
+def _check_same_tensors(
+    saved: dict[str, tuple[torch.Size, torch.dtype]], present: dict[str, Tensor]
+) -> None:
+    problems = [
+        f"{name} is missing in the checkpoint" for name in sorted(present.keys() - saved.keys())
+    ]
     problems += [f"{name} is not in this model" for name in sorted(saved.keys() - present.keys())]
     for name in sorted(saved.keys() & present.keys()):
         shape, dtype = saved[name]
@@ -350,10 +392,3 @@ def _check_same_tensors(saved: dict[str, tuple[torch.Size, torch.dtype]], presen
             + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
             "resume with the model options that the run was started with",
         )
-
-
-def _index_file(manifest: CheckpointManifest) -> str:
-    for entry in manifest.files:
-        if entry.name.startswith("index-"):
-            return entry.name
-    raise CorruptCheckpoint(f"the checkpoint of step {manifest.step} has no index file")

@@ -2,21 +2,21 @@
 
 torch.distributed.checkpoint plans who writes and reads what, so a checkpoint reshards to any world
 size and strategy. Its own metadata is a pickle; ours is JSON (`index-a<attempt>.json`): for each
-tensor its dtype, shape and chunks, for each chunk the file and the byte range. A rank's chunks lie one
-after the other in its shard file. Nothing in a checkpoint is ever unpickled.
+tensor its dtype, shape and chunks, for each chunk the file and the byte range. A rank's chunks lie
+one after the other in its shard file. Nothing in a checkpoint is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -82,7 +84,7 @@ def save_tensors(
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     alone = not dist.is_initialized() or dist.get_world_size(group) == 1
     try:
-        dcp.save(
+        save(
             tensors,
             storage_writer=writer,
             planner=planner,
@@ -108,7 +110,7 @@ def load_tensors(
     """
     alone = not dist.is_initialized() or dist.get_world_size(group) == 1
     try:
-        dcp.load(
+        load(
             tensors,
             storage_reader=_ShardReader(index, read),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
@@ -119,17 +121,28 @@ def load_tensors(
         raise _first_failure(err) from err
 
 
-def parse_index(data: bytes) -> tuple[Metadata, dict[str, Any]]:
+def index_file(names: Iterable[str]) -> str:
+    """The name of the index among the files of a checkpoint. Raises CorruptCheckpoint."""
+    for name in names:
+        if name.startswith("index-"):
+            return name
+    raise CorruptCheckpoint("the manifest lists no index file")
+
+
+def parse_index(data: bytes, files: Mapping[str, int]) -> tuple[Metadata, dict[str, Any]]:
     """Read an index file: the tensors' places, and its "state".
 
+    `files` gives the sizes in bytes of the checkpoint's files, as its manifest has them. Nothing is
+    read or allocated that they do not hold.
+
     Raises:
-        CorruptCheckpoint: it is not an index that this version wrote.
+        CorruptCheckpoint: it is not an index that this version wrote for these files.
     """
     try:
         document = json.loads(data)
-        state = dict(document["state"])
         if document["version"] != INDEX_VERSION:
             raise CorruptCheckpoint(f"index version {document['version']!r} is not {INDEX_VERSION}")
+        state = dict(document["state"])
         tensors: dict[str, Any] = {}
         places: dict[MetadataIndex, Chunk] = {}
         for name, entry in document["tensors"].items():
@@ -139,13 +152,16 @@ def parse_index(data: bytes) -> tuple[Metadata, dict[str, Any]]:
                 chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
                 place = Chunk(str(chunk["file"]), int(chunk["start"]), int(chunk["length"]))
                 places[MetadataIndex(name, offsets, number)] = place
-            tensors[name] = TensorStorageMetadata(
+            tensors[name] = info = TensorStorageMetadata(
                 properties=TensorProperties(dtype=_dtype(entry["dtype"])),
                 size=torch.Size(entry["shape"]),
                 chunks=chunks,
             )
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptCheckpoint(f"unreadable index: {err}") from err
+            _check_places(name, info, places, files)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as err:
+        raise CorruptCheckpoint(f"unreadable index: {type(err).__name__}: {err}") from err
+    except RecursionError:
+        raise CorruptCheckpoint("unreadable index: nested too deeply") from None
     return Metadata(state_dict_metadata=tensors, storage_data=places), state
 
 
@@ -183,14 +199,18 @@ class _ShardWriter(StorageWriter):
         def parts() -> Iterator[memoryview]:
             end = 0
             for item in plan.items:
-                assert item.type != WriteItemType.BYTE_IO, f"{item.index.fqn}: only tensors go into a checkpoint"
+                assert item.type != WriteItemType.BYTE_IO, (
+                    f"{item.index.fqn}: only tensors go into a checkpoint"
+                )
                 data = _bytes_of(planner.resolve_data(item))
                 start = -(-end // _ALIGNMENT) * _ALIGNMENT
                 if start > end:
                     yield memoryview(bytes(start - end))
                 yield data
                 end = start + len(data)
-                results.append(WriteResult(item.index, len(data), Chunk(self._shard_name, start, len(data))))
+                results.append(
+                    WriteResult(item.index, len(data), Chunk(self._shard_name, start, len(data)))
+                )
 
         if plan.items:
             entry = self._create(self._shard_name, parts())
@@ -216,7 +236,9 @@ class _ShardWriter(StorageWriter):
             entries[entry.name] = entry
         tensors = {}
         for name, info in metadata.state_dict_metadata.items():
-            assert isinstance(info, TensorStorageMetadata), f"{name}: only tensors go into a checkpoint"
+            assert isinstance(info, TensorStorageMetadata), (
+                f"{name}: only tensors go into a checkpoint"
+            )
             tensors[name] = {
                 "dtype": str(info.properties.dtype).removeprefix("torch."),
                 "shape": list(info.size),
@@ -249,7 +271,9 @@ class _ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         return self._index
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -266,10 +290,17 @@ class _ShardReader(StorageReader):
             assert isinstance(info, TensorStorageMetadata)
             sizes = next(c.sizes for c in info.chunks if c.offsets == item.storage_index.offset)
             data = bytearray(self._read(place.file, place.start, place.length))
-            if len(data) != place.length or place.length != sizes.numel() * info.properties.dtype.itemsize:
-                raise CorruptCheckpoint(f"{place.file}: {item.storage_index.fqn} has {len(data)} bytes")
+            if (
+                len(data) != place.length
+                or place.length != sizes.numel() * info.properties.dtype.itemsize
+            ):
+                raise CorruptCheckpoint(
+                    f"{place.file}: {item.storage_index.fqn} has {len(data)} bytes"
+                )
             chunk = _tensor_of(data, info.properties.dtype).reshape(sizes)
-            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            for dimension, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
                 chunk = chunk.narrow(dimension, offset, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(chunk)
@@ -297,6 +328,38 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CorruptCheckpoint(f"unknown dtype {name!r} in the index")
     return dtype
+
+
+def _check_places(
+    name: str,
+    info: TensorStorageMetadata,
+    places: Mapping[MetadataIndex, Chunk],
+    files: Mapping[str, int],
+) -> None:
+    """Refuse chunks that lie outside their tensor or their file, or do not make up the tensor.
+
+    What no chunk covers would silently keep the values that were there before the load.
+    """
+    covered = 0
+    for number, chunk in enumerate(info.chunks):
+        place = places[MetadataIndex(name, chunk.offsets, number)]
+        elements = math.prod(chunk.sizes)
+        inside = len(chunk.sizes) == len(chunk.offsets) == len(info.size) and all(
+            min(offset, size) >= 0 and offset + size <= whole
+            for offset, size, whole in zip(chunk.offsets, chunk.sizes, info.size, strict=True)
+        )
+        if not inside or place.length != elements * info.properties.dtype.itemsize:
+            raise CorruptCheckpoint(f"the index: a chunk of {name} does not fit into the tensor")
+        if place.file not in files:
+            raise CorruptCheckpoint(f"the index: {place.file} is not listed in the manifest")
+        if place.start < 0 or place.start + place.length > files[place.file]:
+            raise CorruptCheckpoint(
+                f"the index: {name} lies at bytes {place.start} to {place.start + place.length} of "
+                f"{place.file}, which has {files[place.file]}"
+            )
+        covered += elements
+    if covered != math.prod(info.size):
+        raise CorruptCheckpoint(f"the index: the chunks of {name} do not make up the whole tensor")
 
 
 def _first_failure(err: CheckpointException) -> VitraError:

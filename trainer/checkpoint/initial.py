@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.checkpoint.codec import load_tensors, parse_index, read_file_range, tensor_shapes
+from trainer.checkpoint.codec import (
+    index_file,
+    load_tensors,
+    parse_index,
+    read_file_range,
+    tensor_shapes,
+)
 from trainer.spec.errors import CorruptCheckpoint, IncompatibleCheckpoint, NotFound
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest
 
@@ -35,21 +41,33 @@ def load_initial_weights(source: str, strategy: TrainingStrategy) -> None:
         manifest = CheckpointManifest.from_bytes((path / MANIFEST_NAME).read_bytes())
     except FileNotFoundError:
         raise NotFound(
-            f"checkpoint.init_from={source}: neither a safetensors file nor a checkpoint directory with a manifest.json"
+            f"checkpoint.init_from={source}: neither a safetensors file nor a checkpoint directory "
+            f"with a {MANIFEST_NAME}"
         ) from None
     except OSError as err:
         raise CorruptCheckpoint(f"checkpoint.init_from={source}: {err}") from err
-    index_name = next(entry.name for entry in manifest.files if entry.name.startswith("index-"))
-    index, _ = parse_index((path / index_name).read_bytes())
-    shapes = {name.removeprefix("model."): s for name, s in tensor_shapes(index).items() if name.startswith("model.")}
+    files = {entry.name: entry.size_bytes for entry in manifest.files}
+    try:
+        document = (path / index_file(files)).read_bytes()
+    except OSError as err:
+        raise CorruptCheckpoint(f"checkpoint.init_from={source}: {err}") from err
+    index, _ = parse_index(document, files)
+    shapes = {
+        name.removeprefix("model."): s
+        for name, s in tensor_shapes(index).items()
+        if name.startswith("model.")
+    }
     _check(source, {n: shape for n, (shape, _) in shapes.items()}, wanted)
-    load_tensors({f"model.{n}": t for n, t in wanted.items()}, index, read=read_file_range(path), group=None)
+    load_tensors(
+        {f"model.{n}": t for n, t in wanted.items()}, index, read=read_file_range(path), group=None
+    )
 
 
 def _load_safetensors(path: Path, wanted: dict[str, torch.Tensor]) -> None:
     try:
         with safe_open(path, framework="pt") as file:
-            _check(str(path), {n: torch.Size(file.get_slice(n).get_shape()) for n in file.keys()}, wanted)  # noqa: SIM118
+            names = file.keys()
+            _check(str(path), {n: torch.Size(file.get_slice(n).get_shape()) for n in names}, wanted)
             for name, tensor in wanted.items():
                 tensor.copy_(file.get_tensor(name))
     except (SafetensorError, OSError) as err:
@@ -62,5 +80,6 @@ def _check(source: str, found: dict[str, torch.Size], wanted: dict[str, torch.Te
             raise IncompatibleCheckpoint(f"checkpoint.init_from={source}: {name!r} is missing")
         if found[name] != tensor.shape:
             raise IncompatibleCheckpoint(
-                f"checkpoint.init_from={source}: {name!r} is {tuple(found[name])}, the model has {tuple(tensor.shape)}"
+                f"checkpoint.init_from={source}: {name!r} is {tuple(found[name])}, "
+                f"the model has {tuple(tensor.shape)}"
             )

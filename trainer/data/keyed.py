@@ -41,5 +41,5 @@ class SampleRandom:
     sample: int
 
     def generator(self, purpose: str, repeat: int = 0) -> np.random.Generator:
-        """The stream for one purpose ("noise", "timestep", ...) and one repetition of the sample."""
+        """The stream for one purpose ("noise", "timestep", ...) and one repeat of the sample."""
         return keyed_generator(self.seed, self.epoch, self.sample, repeat, purpose)

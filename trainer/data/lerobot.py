@@ -32,7 +32,7 @@ def build(options: Mapping[str, Any], seed: int) -> LerobotData:  # noqa: ARG001
         DataError: it cannot be read, or leaves nothing to train on.
     """
     opts = LerobotOptions.model_validate(options)
-    root = Path(opts.root).expanduser() if opts.root else packaged_root()
+    root = Path(opts.root) if opts.root else packaged_root()
     tables = read_tables(root, Keys(opts.state_key, opts.action_key, opts.image_key))
     return LerobotData(root, tables, opts)
 

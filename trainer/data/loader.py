@@ -8,14 +8,17 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset as TorchDataset
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from trainer.components import Batch, Dataset, Sample
 from trainer.data.keyed import SampleRandom, keyed_generator
 from trainer.data.order import SampleOrder, rank_positions
+from trainer.spec.errors import VitraError
 from trainer.spec.plan import Plan
 
 _PR_SET_PDEATHSIG = 1
@@ -42,33 +45,55 @@ def reseed(*key: int | str) -> None:
     """
     words = keyed_generator(*key).integers(0, 2**32, size=3, dtype=np.uint64)
     torch.manual_seed(int(words[0]))
-    np.random.seed(int(words[1]))  # noqa: NPY002 - the global stream is what is being seeded
+    np.random.seed(int(words[1]))
     random.seed(int(words[2]))
 
 
-class _AtPosition(TorchDataset[Sample]):
-    """The samples of a data set by their position in the endless stream."""
+class _AtPosition(TorchDataset["Sample | VitraError"]):
+    """The samples of a data set by their position in the endless stream.
+
+    An error of ours is an item like any other: raised in a data worker it would arrive as a text of
+    tracebacks, its message and hint lost.
+    """
 
     def __init__(
-        self, data: Dataset, order: SampleOrder, seed: int, draws: Callable[[Sample, SampleRandom], Sample] | None
+        self,
+        data: Dataset,
+        order: SampleOrder,
+        seed: int,
+        draws: Callable[[Sample, SampleRandom], Sample] | None,
     ) -> None:
         self._data = data
         self._order = order
         self._seed = seed
         self._draws = draws
 
-    def __getitem__(self, position: int) -> Sample:
+    def __getitem__(self, position: int) -> Sample | VitraError:
         epochs, indices = self._order.at(np.array([position], dtype=np.int64))
         epoch, index = int(epochs[0]), int(indices[0])
         # A data set that draws from the global generators in spite of the protocol is still exact.
         reseed(self._seed, "sample", epoch, index)
         rng = SampleRandom(self._seed, epoch, index)
-        sample = self._data.sample(index, rng)
-        return self._draws(sample, rng) if self._draws else sample
+        try:
+            sample = self._data.sample(index, rng)
+            return self._draws(sample, rng) if self._draws else sample
+        except VitraError as err:
+            return err
+
+    def collate(self, items: list[Sample | VitraError]) -> Batch | VitraError:
+        """One micro-batch, or the first error among its samples."""
+        samples: list[Sample] = []
+        for item in items:
+            if isinstance(item, VitraError):
+                return item
+            samples.append(item)
+        return self._data.collate(samples)
 
 
 class RankLoader:
     """Yields a StepInput for each step from `start_step` + 1 to the plan's last.
+
+    Iterating raises what a sample raised: DataError, where the data set keeps to its protocol.
 
     Args:
         plan: fixes batch sizes, seed and total steps.
@@ -95,14 +120,17 @@ class RankLoader:
         self._start_step = start_step
         self._order = SampleOrder(len(data), plan.spec.seed)
         workers = plan.spec.data.num_workers
-        self._batches: DataLoader[Batch] = DataLoader(
-            _AtPosition(data, self._order, plan.spec.seed, draws),
+        stream = _AtPosition(data, self._order, plan.spec.seed, draws)
+        self._batches = DataLoader(
+            stream,
             batch_sampler=_Positions(self),
-            collate_fn=data.collate,
+            collate_fn=stream.collate,
             num_workers=workers,
+            # Forked, so that the opened data set is shared and need not be picklable.
+            multiprocessing_context="fork" if workers else None,
             prefetch_factor=plan.spec.data.prefetch_factor if workers else None,
             pin_memory=pin_memory,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, os.getpid()),
         )
 
     def positions(self) -> Iterator[list[int]]:
@@ -115,14 +143,19 @@ class RankLoader:
     def _micro_positions(self, step: int, micro_step: int) -> np.ndarray:
         plan = self._plan
         return rank_positions(
-            step, micro_step, self._rank, plan.world_size, plan.global_batch_size, plan.per_device_batch_size
+            step,
+            micro_step,
+            self._rank,
+            plan.world_size,
+            plan.global_batch_size,
+            plan.per_device_batch_size,
         )
 
     def __iter__(self) -> Iterator[StepInput]:
         plan = self._plan
         batches = iter(self._batches)
         for step in range(self._start_step + 1, (plan.total_steps or 0) + 1):
-            micro_batches = [next(batches) for _ in range(plan.grad_accumulation_steps)]
+            micro_batches = [_checked(next(batches)) for _ in range(plan.grad_accumulation_steps)]
             mine = [self._micro_positions(step, m) for m in range(plan.grad_accumulation_steps)]
             _, ids = self._order.at(np.concatenate(mine))
             yield StepInput(
@@ -146,7 +179,13 @@ class _Positions:
         return self._loader.positions()
 
 
-def _start_worker(_: int) -> None:
+def _checked(batch: Batch | VitraError) -> Batch:
+    if isinstance(batch, VitraError):
+        raise batch
+    return batch
+
+
+def _start_worker(rank_pid: int, _number: int) -> None:
     """Stop signals are for the rank, which decides when to stop: its data workers keep serving.
 
     A worker must not outlive its rank, however that ends.
@@ -154,5 +193,6 @@ def _start_worker(_: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    # The rank may have died before the line above.
+    if os.getppid() != rank_pid:
         os._exit(1)

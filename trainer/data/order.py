@@ -1,9 +1,9 @@
 """The global order of samples: a pure function of (seed, position), never of the world size.
 
-The stream of samples is endless: epoch after epoch, each a permutation of all samples. Position p of
-the stream lies in epoch p // n. The permutation of an epoch is a keyed bijection (a Feistel network
-with cycle walking, after Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), so any
-position is reached in O(1): a resume needs no skipping and no stored shuffle.
+The stream of samples is endless: epoch after epoch, each a permutation of all samples. Position p
+of the stream lies in epoch p // n. The permutation of an epoch is a keyed bijection (a Feistel
+network with cycle walking, after Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002),
+so any position is reached in O(1): a resume needs no skipping and no stored shuffle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SampleOrder:
         self._keys: dict[int, NDArray[np.uint64]] = {}
 
     def at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epoch, sample index) at each position of the stream; arrays of the shape of `positions`."""
+        """(epoch, sample index) at each position of the stream; arrays shaped like `positions`."""
         epochs = positions // self.n
         within = (positions - epochs * self.n).astype(np.uint64)
         indices = np.empty(positions.shape, dtype=np.int64)
@@ -78,7 +78,9 @@ class SampleOrder:
         keys = self._keys.get(epoch)
         if keys is None:
             digests = [
-                hashlib.blake2b(f"{self.seed},{epoch},{self.n},{i}".encode(), digest_size=8).digest()
+                hashlib.blake2b(
+                    f"{self.seed},{epoch},{self.n},{i}".encode(), digest_size=8
+                ).digest()
                 for i in range(_ROUNDS)
             ]
             keys = np.array([int.from_bytes(d, "little") for d in digests], dtype=np.uint64)
@@ -88,7 +90,12 @@ class SampleOrder:
 
 
 def rank_positions(
-    step: int, micro_step: int, rank: int, world_size: int, global_batch_size: int, per_device_batch_size: int
+    step: int,
+    micro_step: int,
+    rank: int,
+    world_size: int,
+    global_batch_size: int,
+    per_device_batch_size: int,
 ) -> NDArray[np.int64]:
     """Stream positions of one micro-batch of one rank.
 

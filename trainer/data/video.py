@@ -82,7 +82,9 @@ class VideoReader:
                 raise _no_frame(path, one) from None
             except (FFmpegError, OSError) as err:
                 self.close()
-                raise DataError(f"{path}: frame {one.frame} cannot be decoded: {err.strerror}") from err
+                raise DataError(
+                    f"{path}: frame {one.frame} cannot be decoded: {err.strerror}"
+                ) from err
             if shown[0] > one.time_s + self._tolerance_s:
                 raise _no_frame(path, one)
             yield self._pixels(path, shown[1], one)
@@ -116,18 +118,15 @@ class VideoReader:
         if not container.streams.video:
             container.close()
             raise DataError(f"{path}: holds no video")
-        context = container.streams.video[0].codec_context
         # One thread: ranks and data workers share the cores, and threads do not survive a fork.
-        context.thread_count = 1
-        # The decoder would otherwise paint over damage and say nothing.
-        context.options = {"err_detect": "explode"}
+        container.streams.video[0].codec_context.thread_count = 1
         self._open[path] = container
         if len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)[1].close()
         return container
 
     def _pixels(self, path: Path, frame: VideoFrame, wanted: Wanted) -> np.ndarray:
-        if frame.is_corrupt:
+        if frame.is_corrupt:  # the decoder painted over the damage
             raise DataError(f"{path}: frame {wanted.frame} is damaged")
         if (frame.height, frame.width) != self._size:
             height, width = self._size

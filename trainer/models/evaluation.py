@@ -33,12 +33,11 @@ class SamplesActions(Protocol):
         """(B, 3, H, W) uint8, (B,) int64 and (B, state_dim) to the condition (B, D)."""
         ...
 
-    def null_condition(self) -> Tensor:
-        """(1, D): the condition that says nothing."""
-        ...
+    def sample_actions(self, cognition: Tensor, dropped: Tensor, noise: Tensor) -> Tensor:
+        """(B, D), (B,) bool and unit noise (B, T, A) to action chunks (B, T, A).
 
-    def sample_actions(self, condition: Tensor, noise: Tensor) -> Tensor:
-        """(B, D) and unit noise (B, T, A) to action chunks (B, T, A)."""
+        Where `dropped` is true the model sees nothing of the condition.
+        """
         ...
 
 
@@ -115,9 +114,12 @@ def _sampled_means(
     cognition = model.cognition(
         repeated("image"), torch.tensor(told, device=device), repeated("state")
     )
-    conditions = torch.cat([cognition, model.null_condition().to(cognition.dtype)])
+    conditions = torch.cat([cognition, cognition[:1]])
+    dropped = torch.arange(len(conditions), device=device) == len(told)
     chunks = model.sample_actions(
-        conditions.repeat_interleave(len(noise), dim=0), noise.repeat(len(conditions), 1, 1)
+        conditions.repeat_interleave(len(noise), dim=0),
+        dropped.repeat_interleave(len(noise)),
+        noise.repeat(len(conditions), 1, 1),
     )
     means = chunks.unflatten(0, (len(conditions), len(noise))).mean(dim=1).cpu().numpy()
     names = [*("model", "wrong_instruction")[: len(told)], "unconditioned"]

@@ -102,10 +102,8 @@ class Vla(nn.Module):
         valid = batch["mask"].repeat_interleave(repeats, dim=0).unsqueeze(-1)
 
         cognition = self.cognition(batch["image"], batch["task"], batch["state"])
-        condition = torch.where(
-            batch["drop_condition"].flatten().unsqueeze(-1),
-            self.head.null_condition.to(cognition.dtype),
-            cognition.repeat_interleave(repeats, dim=0),
+        condition = self._condition(
+            cognition.repeat_interleave(repeats, dim=0), batch["drop_condition"].flatten()
         )
         noisy = self.head.add_noise(actions, noise, timestep)
         predicted = self.head(noisy, timestep, condition).float()
@@ -140,16 +138,19 @@ class Vla(nn.Module):
     # ------------------------------------------------------------------ acting
 
     def cognition(self, image: Tensor, task: Tensor, state: Tensor) -> Tensor:
-        """(B, 3, H, W) uint8, (B,) int64 and (B, state_dim) to the condition (B, D)."""
+        """(B, 3, H, W) uint8, (B,) int64 and (B, state_dim) to (B, D)."""
         return self.backbone(image, self.words[task], state)
 
-    def null_condition(self) -> Tensor:
-        """(1, D): the condition that says nothing."""
-        return self.head.null_condition
+    def sample_actions(self, cognition: Tensor, dropped: Tensor, noise: Tensor) -> Tensor:
+        """(B, D) cognition, (B,) bool and unit noise (B, T, A) to normalised chunks (B, T, A).
 
-    def sample_actions(self, condition: Tensor, noise: Tensor) -> Tensor:
-        """(B, D) conditions and unit noise (B, T, A) to normalised action chunks (B, T, A)."""
-        return self.head.sample(condition, noise)
+        Where `dropped` is true the null condition takes the cognition's place.
+        """
+        return self.head.sample(self._condition(cognition, dropped), noise)
+
+    def _condition(self, cognition: Tensor, dropped: Tensor) -> Tensor:
+        null = self.head.null_condition.to(cognition.dtype)
+        return torch.where(dropped.unsqueeze(-1), null, cognition)
 
     # -------------------------------------------------------------- evaluation
 

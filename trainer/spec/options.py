@@ -47,6 +47,14 @@ class VlaOptions(SpecModel):
             raise refusal(f"must divide {name}, which is {width}, found {{found}}", heads)
         return heads
 
+    @field_validator("action_width")
+    @classmethod
+    def _is_even(cls, width: int) -> int:
+        # The timestep's embedding is half sines and half cosines.
+        if width % 2:
+            raise refusal("must be even, found {found}", width)
+        return width
+
     @field_validator("sampling_steps")
     @classmethod
     def _within_the_diffusion(cls, steps: int, info: ValidationInfo) -> int:

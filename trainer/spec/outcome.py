@@ -41,9 +41,9 @@ class RunState(StrEnum):
 class RankReport(BaseModel):
     """What a trainer process says of its own end (attempts/K/rank_R.report.json).
 
-    A process killed outright writes none. `error` is the error's class name, `message` its one line;
-    `last_step` the last finished optimizer step, `saved_step` the step of the newest checkpoint this
-    attempt committed.
+    A process killed outright writes none. `error` is the error's class name, `message` its one
+    line; `last_step` the last finished optimizer step, `saved_step` the step of the newest
+    checkpoint that this attempt committed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -65,22 +65,31 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _exact(self) -> Plan:
         if self.version > PLAN_VERSION:
-            raise ValueError(f"plan version {self.version} is newer than this vitra reads ({PLAN_VERSION})")
+            raise ValueError(
+                f"plan version {self.version} is newer than this vitra reads ({PLAN_VERSION})"
+            )
         batch = self.spec.train.global_batch_size
         product = self.per_device_batch_size * self.world_size * self.grad_accumulation_steps
         if product != batch:
             raise ValueError(
-                f"per_device_batch_size {self.per_device_batch_size} x world_size {self.world_size} x "
+                f"per_device_batch_size {self.per_device_batch_size} x "
+                f"world_size {self.world_size} x "
                 f"grad_accumulation_steps {self.grad_accumulation_steps} = {product}, "
                 f"not global_batch_size {batch}"
             )
         if self.nodes * self.tasks_per_node != self.world_size:
             raise ValueError(
-                f"nodes {self.nodes} x tasks_per_node {self.tasks_per_node} is not world_size {self.world_size}"
+                f"nodes {self.nodes} x tasks_per_node {self.tasks_per_node} "
+                f"is not world_size {self.world_size}"
             )
         for shape in self.elastic:
-            if shape.per_device_batch_size * shape.world_size * shape.grad_accumulation_steps != batch:
-                raise ValueError(f"elastic shape for {shape.nodes} nodes does not give global_batch_size {batch}")
+            if (
+                shape.per_device_batch_size * shape.world_size * shape.grad_accumulation_steps
+                != batch
+            ):
+                raise ValueError(
+                    f"elastic shape for {shape.nodes} nodes does not give global_batch_size {batch}"
+                )
         return self
 
     @property
@@ -91,7 +100,9 @@ class Plan(BaseModel):
         """The plan with the size of the training data known: fixes total_steps and warmup_steps."""
         total = self.spec.train.max_steps
         if total is None:
-            assert self.spec.train.epochs is not None, "the spec demands one of max_steps and epochs"
+            assert self.spec.train.epochs is not None, (
+                "the spec demands one of max_steps and epochs"
+            )
             total = math.ceil(self.spec.train.epochs * n_samples / self.global_batch_size)
         return self.model_copy(
             update={
@@ -113,5 +124,5 @@ def warmup_steps(warmup_ratio: float, total_steps: int) -> int:
 
 
 def spec_digest(spec: RunSpec) -> str:
-    """blake2b-128 of the spec with its defaults filled in: equal for equal runs, however written."""
+    """blake2b-128 of the spec with its defaults filled in, so equal however it was written."""
     return hashlib.blake2b(spec.model_dump_json().encode(), digest_size=16).hexdigest()

@@ -23,7 +23,10 @@ LAUNCH_VARIABLES = (
 
 
 class RankInfo(BaseModel):
-    """One process's place in the run. Always: rank < world_size and local_rank < local_world_size."""
+    """One process's place in the run.
+
+    Always: rank < world_size and local_rank < local_world_size.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -108,7 +108,7 @@ def _check_kind(value: object, section: str, built_in: Sequence[str]) -> str:
     if text in built_in or _OWN_KIND.fullmatch(text):
         return text
     if text in LATER_KINDS[section]:
-        raise refusal(f"{text} is not built yet; use {' or '.join(built_in)}")
+        raise refusal(f"{text} is not yet built; use {' or '.join(built_in)}")
     near = close_match(text, built_in)
     raise refusal(
         f"must be {', '.join(built_in)} or package.module:factory, found {{found}}"
@@ -357,7 +357,7 @@ def _check_env(value: dict[str, Any]) -> dict[str, str | None]:
     faults: list[tuple[Loc, PydanticCustomError]] = []
     checked: dict[str, str | None] = {}
     for name, item in value.items():
-        problem: str | None = None
+        problem = text_problem(name)
         if not _VARIABLE.fullmatch(name):
             problem = "is no name of a variable: letters, digits, underscores, no digit first"
         elif name in LAUNCH_VARIABLES:
@@ -495,6 +495,9 @@ class TrackingSpec(SpecModel):
     sample_ids: Flag = False
 
 
+_SECTIONS = ("model", "data", "train", "checkpoint", "resources", "retry", "tracking")
+
+
 class RunSpec(SpecModel):
     """Everything a user says about a run."""
 
@@ -504,15 +507,15 @@ class RunSpec(SpecModel):
     model: Annotated[ModelSpec, Mapped]
     data: Annotated[DataSpec, Mapped]
     train: Annotated[TrainSpec, Mapped]
-    checkpoint: Annotated[CheckpointSpec, Mapped] = CheckpointSpec()
-    resources: Annotated[ResourcesSpec, Mapped] = ResourcesSpec()
-    retry: Annotated[RetrySpec, Mapped] = RetrySpec()
-    tracking: Annotated[TrackingSpec, Mapped] = TrackingSpec()
+    checkpoint: Annotated[CheckpointSpec, Mapped] = Field(default_factory=CheckpointSpec)
+    resources: Annotated[ResourcesSpec, Mapped] = Field(default_factory=ResourcesSpec)
+    retry: Annotated[RetrySpec, Mapped] = Field(default_factory=RetrySpec)
+    tracking: Annotated[TrackingSpec, Mapped] = Field(default_factory=TrackingSpec)
 
     @model_validator(mode="before")
     @classmethod
     def _sections_exist(cls, value: object) -> object:
         """A missing section is an empty one, so that what it lacks is named field by field."""
         if isinstance(value, Mapping):
-            return {"model": {}, "data": {}, "train": {}, **cast("Mapping[str, object]", value)}
+            return {**dict.fromkeys(_SECTIONS), **cast("Mapping[str, object]", value)}
         return value

@@ -1,7 +1,8 @@
 """The run directory: where each file lies, and how the append-only ones are written and read.
 
-A kill can come at every line. A file that is replaced is written under a new name, synced and renamed;
-a log of JSON lines is appended with one write a line, and a reader passes over a torn last line.
+A kill can come at every line. A file that is replaced is written under a new name, synced and
+renamed; a log of JSON lines is appended with one write a line, and a reader passes over a torn last
+line.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ def utc_now() -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Publish `data` under `path`: a reader sees the old file or the whole new one. Durable on return."""
+    """Publish `data` under `path`: a reader sees the old file or the whole new one.
+
+    Durable on return. Raises OSError; what was there before stays as it was.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
@@ -159,7 +163,10 @@ class LineLog:
             os.write(self._descriptor, b"\n")
 
     def append(self, record: dict[str, Any]) -> None:
-        os.write(self._descriptor, json_line(record))
+        """Write one line; in one piece, unless the disk fills up. Raises OSError."""
+        rest = json_line(record)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
@@ -186,7 +193,7 @@ def append_event(run_dir: RunDir, event: str, **details: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines; nothing where there is no file. Torn lines are passed over."""
+    """The records of a file of JSON lines: none if there is no file, torn lines passed over."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

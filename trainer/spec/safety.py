@@ -10,12 +10,14 @@ import re
 # Lone surrogates are no characters: they cannot be written to a file as UTF-8.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
-# "scheme://user@", "scheme://user:password@". A password may hold "/" or "?" (cloud keys do, and
-# people paste them unescaped), so after "user:" anything counts unless it begins like a port.
-_USER_INFO = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*://"
-    r"(?:[^\s/?#@]*@|[^\s/?#@:\[]+:(?![0-9]+(?:[/?#]|$))[^\s@]*@)"
-)
+# "scheme://user@". All searches here take time in proportion to the text, whatever it holds.
+_USER = re.compile(r"(?<=[A-Za-z0-9+.-])://[^/?#@]*@")
+# "scheme://user:password@", where the password may hold "/", "?" or "#" (cloud keys do, and people
+# paste them unescaped); so what follows "user:" counts unless it is a port.
+_USER_AND_PASSWORD = re.compile(r"(?<=[A-Za-z0-9+.-])://[^/?#@:\[]+:(?![0-9]+(?:[/?#]|$))")
+
+#: Characters of one text; Linux passes a program no argument or variable of twice as many.
+LONGEST_TEXT = 65536
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET_ENDINGS = (
@@ -78,11 +80,20 @@ _SBATCH_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 def has_user_info(text: str) -> bool:
     """True where `text` holds a URL with a user name or a password in it."""
-    return _USER_INFO.search(text) is not None
+    for word in text.split():
+        last_at = word.rfind("@")
+        if last_at >= 0 and (
+            _USER.search(word)
+            or any(last_at >= match.end() for match in _USER_AND_PASSWORD.finditer(word))
+        ):
+            return True
+    return False
 
 
 def text_problem(text: str) -> str | None:
     """Why `text` may not stand in a spec at all, or None."""
+    if len(text) > LONGEST_TEXT:
+        return f"is longer than {LONGEST_TEXT} characters"
     found = _CONTROL.search(text)
     if found:
         what = "a line break" if found[0] in "\n\r\u2028\u2029" else "a control character"

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the optimizer step, the same for launcher and trainer."""
+"""Learning-rate schedules: pure functions of the optimizer step, for launcher and trainer."""
 
 from __future__ import annotations
 
@@ -45,9 +45,13 @@ class Schedule:
         if self.kind == WARMUP_CONSTANT:
             return 1.0
         assert self.kind == WARMUP_COSINE, self.kind
-        # Beyond the total, which a resume with a smaller one may reach, the rate stays on its floor.
+        # Beyond the total, which a resume with a smaller one may reach, the rate stays on its
+        # floor.
         progress = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
-        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        return (
+            self.min_lr_ratio
+            + (1.0 - self.min_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        )
 
     def freezes(self, step: int) -> bool:
         """Whether the backbone is frozen at optimizer step `step`."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -273,8 +274,16 @@ class CheckpointStore:
         `name` comes from `shard_name` or `index_name`. If this attempt has written that name
         already (the save is tried again) a suffix is added: the entry has the name really used.
         Memory: one chunk. The chunks must not change before this returns.
+
+        Raises:
+            Fenced: the write failed, and a newer attempt owns the run.
         """
-        assert attempt_of(name) is not None, name
+        attempt = attempt_of(name)
+        assert attempt is not None, name
+        with self._fenced_rather_than_failed(attempt):
+            return self._create_file(step, name, chunks)
+
+    def _create_file(self, step: int, name: str, chunks: Iterable[Chunk]) -> FileEntry:
         stem, _, extension = name.rpartition(".")
         for number in range(1, _TRIES):
             actual = name if number == 1 else f"{stem}-t{number}.{extension}"
@@ -303,14 +312,15 @@ class CheckpointStore:
         assert manifest.run_id == self.run_id, manifest.run_id
         assert all(attempt_of(entry.name) == manifest.attempt for entry in manifest.files)
         self._refuse_if_fenced(manifest.attempt)
-        absent = self._absent(manifest)
-        if absent:
-            raise StorageError(
-                f"{self.storage.uri}/{step_directory(manifest.step)}: not committed: "
-                + "; ".join(absent[:_LISTED]),
-                "a rank did not finish its write, or something deletes files there",
-            )
-        self._put_manifest(manifest)
+        with self._fenced_rather_than_failed(manifest.attempt):
+            absent = self._absent(manifest)
+            if absent:
+                raise StorageError(
+                    f"{self.storage.uri}/{step_directory(manifest.step)}: not committed: "
+                    + "; ".join(absent[:_LISTED]),
+                    "a rank did not finish its write, or something deletes files there",
+                )
+            self._put_manifest(manifest)
         self._refuse_if_fenced(manifest.attempt)
         return self._drop_unlisted(manifest.step, range(manifest.attempt + 1))
 
@@ -337,10 +347,9 @@ class CheckpointStore:
     def verify(self, ref: CheckpointRef, names: Iterable[str] | None = None) -> list[str]:
         """Read files of a checkpoint, all or those named, against their digests.
 
-        Returns what is wrong, in words; empty if every byte is right. Memory: a few MiB.
-
-        Raises:
-            NotFound: it is wrong because the checkpoint was deleted or replaced meanwhile.
+        Returns what is wrong, in words; empty if every byte is right. Memory: a few MiB. A
+        checkpoint that was deleted or replaced meanwhile has that one problem; `is_current` then
+        tells it from damage.
         """
         wanted = None if names is None else set(names)
         problems: list[str] = []
@@ -349,10 +358,13 @@ class CheckpointStore:
                 problem = self._wrong(ref.step, entry)
                 if problem:
                     problems.append(problem)
-        if problems and not self._is_still_there(ref.manifest):
-            where = f"{self.storage.uri}/{step_directory(ref.step)}"
-            raise NotFound(f"{where}: deleted or replaced while it was read")
+        if problems and not self.is_current(ref):
+            return ["deleted or replaced while it was read"]
         return problems
+
+    def is_current(self, ref: CheckpointRef) -> bool:
+        """Whether the step's manifest is still this one."""
+        return self._is_current(ref.manifest)
 
     def newest_good(
         self,
@@ -368,6 +380,7 @@ class CheckpointStore:
 
         Raises:
             CorruptCheckpoint: something was committed (or `ever_saved`), and none is good.
+            Fenced: none is good for `claim`, and a newer attempt has taken over.
         """
         if claim is not None and claim.resume is None:
             return None  # decided when the claim was made; older attempts' late commits don't count
@@ -379,7 +392,7 @@ class CheckpointStore:
         damaged: list[Skipped] = []
         for ref in survey.complete:
             if claim is None or ref.attempt < claim.attempt:
-                problems = self._problems(ref)
+                problems = self.verify(ref)
                 if not problems:
                     good = ref
                     break
@@ -389,7 +402,8 @@ class CheckpointStore:
             for one in _by_step([*damaged, *later]):
                 on_skip(one)
         if good is None and (damaged or survey.damaged or claim is not None or ever_saved):
-            raise self._none_usable(_by_step([*damaged, *survey.skipped]))
+            with self._fenced_rather_than_failed(claim.attempt if claim else None):
+                raise self._none_usable(_by_step([*damaged, *survey.skipped]))
         return good
 
     # -- Deleting ----------------------------------------------------------------------------
@@ -433,7 +447,7 @@ class CheckpointStore:
             self._counting(self.claims()),
             keep_last,
             keep_every,
-            lambda ref: not self._problems(ref),
+            lambda ref: not self.verify(ref),
         )
         swept = self.sweep(attempt)
         return Removal(removal.steps, (*removal.warnings, *swept.warnings))
@@ -487,6 +501,16 @@ class CheckpointStore:
                 f"{self.storage.uri}: attempt {newest} of run {self.run_id} has taken over "
                 f"from attempt {attempt}"
             )
+
+    @contextmanager
+    def _fenced_rather_than_failed(self, attempt: int | None) -> Iterator[None]:
+        """A newer attempt sweeps and deletes: what an older one misses then is no fault."""
+        try:
+            yield
+        except (StorageError, CorruptCheckpoint):
+            if attempt is not None:
+                self._refuse_if_fenced(attempt)
+            raise
 
     def _put_manifest(self, manifest: CheckpointManifest) -> None:
         name, content = file_path(manifest.step, MANIFEST_NAME), manifest.to_bytes()
@@ -598,11 +622,11 @@ class CheckpointStore:
             manifest = self._manifest(step)
             absent = self._absent(manifest) if manifest else []
             # Files that are missing because somebody is deleting the checkpoint are no damage.
-            if manifest is None or not absent or self._is_still_there(manifest):
+            if manifest is None or not absent or self._is_current(manifest):
                 return manifest, absent
         raise StorageError(f"{self.storage.uri}/{step_directory(step)}: keeps changing")
 
-    def _is_still_there(self, manifest: CheckpointManifest) -> bool:
+    def _is_current(self, manifest: CheckpointManifest) -> bool:
         try:
             return self._manifest(manifest.step) == manifest
         except CorruptCheckpoint:
@@ -623,13 +647,6 @@ class CheckpointStore:
             if size != entry.size_bytes:
                 problems.append(_size_problem(entry, size))
         return problems
-
-    def _problems(self, ref: CheckpointRef) -> list[str]:
-        """Like `verify`, for those to whom a checkpoint that is gone is one problem of many."""
-        try:
-            return self.verify(ref)
-        except NotFound as err:
-            return [str(err)]
 
     def _wrong(self, step: int, entry: FileEntry) -> str | None:
         """What is wrong with one file, in words; reads it to the end."""

@@ -323,15 +323,13 @@ class LocalStorage:
 
     def _open_new(self, path: Path) -> int:
         """Open a file that must not exist, making its directory. Raises OSError."""
-        for last_try in (*(False,) * (_TRIES - 1), True):
-            try:
-                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
-            except FileNotFoundError:
-                # Not there yet, or a sweep removed it, empty, just before.
-                if last_try:
-                    raise
-                _make_directories(path.parent)
-        raise AssertionError("the last try returns or raises")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(path, flags, _FILE_MODE)
+            # The directory is not there yet, or a sweep removed it, empty, just before.
+            _make_directories(path.parent)
+        return os.open(path, flags, _FILE_MODE)
 
     def _write_temporary(self, directory: Path, data: bytes) -> Path:
         temporary = directory / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"

@@ -44,8 +44,8 @@ class TrainingStrategy(ABC):
         device_id: index of this process's accelerator; ignored on CPU.
         stage: a name for logs.
         epochs, max_steps: length of the run; `max_steps` decides if set. Optimizer steps.
-        global_batch_size, per_device_batch_size: samples; the first must be an exact multiple of the
-            second times the world size.
+        global_batch_size, per_device_batch_size: samples; the first must be an exact multiple of
+            the second times the world size.
         learning_rate, weight_decay: of the backbone, and of the action model unless it has its own.
         max_grad_norm: global norm to clip gradients to; None: no clipping.
         lr_scheduler_type, warmup_ratio: see trainer.optim.Schedule.
@@ -117,21 +117,23 @@ class TrainingStrategy(ABC):
         self._frozen = False
 
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.grad_accumulation_steps, rest = divmod(global_batch_size, per_device_batch_size * world_size)
+        self.grad_accumulation_steps, rest = divmod(
+            global_batch_size, per_device_batch_size * world_size
+        )
         if rest or not self.grad_accumulation_steps:
             raise PlanError(
-                f"global_batch_size={global_batch_size} is not a multiple of per_device_batch_size x world size = "
-                f"{per_device_batch_size} x {world_size}",
+                f"global_batch_size={global_batch_size} is not a multiple of per_device_batch_size "
+                f"x world size = {per_device_batch_size} x {world_size}",
                 "see `vitra plan` for sizes that work",
             )
 
     @abstractmethod
     def run_setup(self, run_dir: Path, n_train_examples: int) -> None:
-        """Wrap the model, build optimizer and schedule. `n_train_examples` counts samples, not batches."""
+        """Wrap the model, build optimizer and schedule. `n_train_examples` counts samples."""
 
     @abstractmethod
     def clip_grad_norm(self) -> float:
-        """Clip gradients to `max_grad_norm`; returns the global norm before clipping. Collective."""
+        """Clip gradients to `max_grad_norm`; returns the global norm before it. Collective."""
 
     def save_checkpoint(
         self,
@@ -153,7 +155,9 @@ class TrainingStrategy(ABC):
         del run_dir, train_loss, only_trainable, epoch
         ctx = self._need_context()
         if global_step != ctx.state.step:
-            raise UsageError(f"global_step={global_step}: only the present step, {ctx.state.step}, can be saved")
+            raise UsageError(
+                f"global_step={global_step}: only the present step, {ctx.state.step}, can be saved"
+            )
         ctx.checkpoints.save(self, ctx.state, must_succeed=True)
 
     def load_optimizer_and_scheduler(self, checkpoint_path: str) -> None:
@@ -162,7 +166,7 @@ class TrainingStrategy(ABC):
         Raises:
             CheckpointError: it is missing, damaged, or of another model.
         """
-        self._need_context().checkpoints.load_from(Path(checkpoint_path), self, weights=False)
+        self._need_context().checkpoints.load_from(Path(checkpoint_path), self)
 
     def run_training(
         self,
@@ -184,7 +188,10 @@ class TrainingStrategy(ABC):
     # What the loop and the checkpoints use, the same for every strategy unless it says otherwise.
 
     def begin_step(self) -> dict[str, float]:
-        """Make ready for the next optimizer step: rates, freezing, gradients gone. Returns rates by role."""
+        """Make ready for the next optimizer step: rates, freezing, gradients gone.
+
+        Returns the rates by role.
+        """
         assert self.lr_scheduler is not None, "run_setup comes first"
         assert self.optimizer is not None
         rates = self.lr_scheduler.begin_step()
@@ -200,14 +207,16 @@ class TrainingStrategy(ABC):
     def forward_backward(self, batch: Batch, *, scale: float, is_last: bool) -> Tensor:
         """One micro-batch forward and backward; returns its loss sum, on the device.
 
-        Gradients are averaged over ranks with the last micro-batch of a step only. `scale` turns the
-        sum over this micro-batch into its part of the global mean, times the world size.
+        Gradients are averaged over ranks with the last micro-batch of a step only. `scale` turns
+        the sum over this micro-batch into its part of the global mean, times the world size.
         """
         device = torch.device("cpu") if self.context is None else self.context.device
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with self.accumulate(is_last):
             with torch.autocast(
-                device.type, dtype=self.mixed_precision_dtype, enabled=self.enable_mixed_precision_training
+                device.type,
+                dtype=self.mixed_precision_dtype,
+                enabled=self.enable_mixed_precision_training,
             ):
                 loss_sum: Tensor = self.model(batch)
             (loss_sum * scale).backward()
@@ -219,7 +228,7 @@ class TrainingStrategy(ABC):
         self.optimizer.step()
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
-        """A context in which gradients are kept local unless this is the step's last micro-batch."""
+        """A context in which gradients stay local unless this is the step's last micro-batch."""
         del is_last
         return nullcontext()
 
@@ -282,15 +291,22 @@ class TrainingStrategy(ABC):
 
     def _need_context(self) -> TrainContext:
         if self.context is None:
-            raise UsageError(f"{type(self).__name__} was built without a context", "pass context=...")
+            raise UsageError(
+                f"{type(self).__name__} was built without a context", "pass context=..."
+            )
         return self.context
 
 
+def known_arguments() -> list[str]:
+    """The names of all arguments that the constructor of TrainingStrategy knows."""
+    parameters = inspect.signature(TrainingStrategy.__init__).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+
+
 def _warn_unknown(unknown: dict[str, Any]) -> None:
-    if not unknown:
-        return
-    known = list(inspect.signature(TrainingStrategy.__init__).parameters)
     for name in unknown:
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name, known_arguments(), n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
-        warnings.warn(f"TrainingStrategy ignores the unknown argument {name!r}{meant}", stacklevel=3)
+        warnings.warn(
+            f"TrainingStrategy ignores the unknown argument {name!r}{meant}", stacklevel=3
+        )

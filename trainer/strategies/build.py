@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from typing import Any
 
 from trainer.spec.errors import UsageError
-from trainer.strategies.base import TrainingStrategy
+from trainer.strategies.base import TrainingStrategy, known_arguments
 from trainer.strategies.ddp import DDPStrategy
 
 STRATEGIES: dict[str, type[TrainingStrategy]] = {"ddp": DDPStrategy}
@@ -20,12 +19,10 @@ def get_train_strategy(train_strategy: str, **arguments: Any) -> TrainingStrateg
         UsageError: no such strategy, or an argument that the constructor does not know.
     """
     if train_strategy not in STRATEGIES:
-        raise UsageError(f"train.strategy={train_strategy!r} is not available", f"known: {', '.join(STRATEGIES)}")
-    known = [
-        name
-        for name, parameter in inspect.signature(TrainingStrategy.__init__).parameters.items()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
-    ]
+        raise UsageError(
+            f"train.strategy={train_strategy!r} is not available", f"known: {', '.join(STRATEGIES)}"
+        )
+    known = known_arguments()
     for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

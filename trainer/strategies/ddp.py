@@ -18,10 +18,10 @@ from trainer.strategies.base import TrainingStrategy
 class DDPStrategy(TrainingStrategy):
     """torch's DistributedDataParallel, set up so that a resume is bit-equal at any world size.
 
-    DDP by default regroups its buckets after the first step. Beyond two ranks the order in which gloo
-    adds depends on a value's place in its bucket, so a process that starts anew would differ for one
-    step from one that goes on. With find_unused_parameters the buckets are fixed from the start, which
-    also allows the backbone to be frozen and thawed.
+    DDP by default regroups its buckets after the first step. Beyond two ranks the order in which
+    gloo adds depends on a value's place in its bucket, so a process that starts anew would differ
+    for one step from one that goes on. With find_unused_parameters the buckets are fixed from the
+    start, which also allows the backbone to be frozen and thawed.
     """
 
     def run_setup(self, run_dir: Path, n_train_examples: int) -> None:
@@ -42,7 +42,8 @@ class DDPStrategy(TrainingStrategy):
         if self.enable_mixed_precision_training and not self.reduce_in_full_precision:
             if self.mixed_precision_dtype != torch.bfloat16:
                 raise PlanError(
-                    f"mixed_precision_dtype={self.mixed_precision_dtype}: gradients are reduced in bfloat16 or float32",
+                    f"mixed_precision_dtype={self.mixed_precision_dtype}: "
+                    "gradients are reduced in bfloat16 or float32",
                     "set reduce_in_full_precision: true",
                 )
             self.model.register_comm_hook(None, bf16_compress_hook)
