@@ -22,6 +22,9 @@ _NEVER_RETRIED = frozenset(
         "PlanError",
     )
 )
+#: torch's error where the port for the ranks' rendezvous is in use, and how its message tells.
+_RENDEZVOUS_ERROR = "DistNetworkError"
+_PORT_TAKEN = "EADDRINUSE"
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,12 @@ def decide(finding: Finding, history: Sequence[PastAttempt], policy: RetrySpec) 
         return Decision(False, RunState.CANCELLED, verdict, finding.reason)
     if finding.error in _NEVER_RETRIED:
         return Decision(False, RunState.FAILED, verdict, finding.reason)
-    if _CAUSES[verdict] not in policy.restart_on:
+    # Somebody took the port between its choice and its use: no error of the program's, whatever
+    # the policy says of those; the next attempt chooses another.
+    port_taken = finding.error == _RENDEZVOUS_ERROR and _PORT_TAKEN in finding.reason
+    if _CAUSES[verdict] not in policy.restart_on and not port_taken:
         return Decision(False, RunState.FAILED, verdict, finding.reason)
-    if verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY):
+    if verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY) and not port_taken:
         used = sum(past.verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY) for past in history)
         if used > policy.max_error_restarts:
             budget = f"retry.max_error_restarts={policy.max_error_restarts} is used up"

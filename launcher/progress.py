@@ -7,6 +7,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -37,13 +39,20 @@ class Progress(Protocol):
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write and flush; from then on silent if whoever read it has gone.
+    """Write and flush; from then on silent if whoever read it has gone."""
+    with _whoever_listens(stream):
+        stream.write(text)
+        stream.flush()
+
+
+@contextmanager
+def _whoever_listens(stream: TextIO) -> Generator[None]:
+    """What happens inside may write to a stream whose reader has gone.
 
     That is how `| head` ends, and a closed terminal: no reason to end a run, or to call it failed.
     """
     try:
-        stream.write(text)
-        stream.flush()
+        yield
     except OSError as err:
         if err.errno not in (errno.EPIPE, errno.EIO):
             raise
@@ -182,11 +191,13 @@ class _Live(_Following):
         self._bar = Progress(
             BarColumn(bar_width=24),
             TextColumn("{task.description}", markup=False),
-            console=Console(stderr=True),
-            transient=False,
+            console=Console(file=sys.stderr),
+            # Refreshed by poll(): a thread's errors could not be caught.
+            auto_refresh=False,
         )
         self._task = self._bar.add_task("starting", total=None)
-        self._bar.start()
+        with _whoever_listens(sys.stderr):
+            self._bar.start()
 
     def attempt(self, plan: Plan, files: AttemptDir, attempt: int, resume_step: int | None) -> None:
         self._start(plan, files, resume_step)
@@ -203,17 +214,21 @@ class _Live(_Following):
         newer, lines = self._read()
         for line in lines:
             self.message(line)
-        if newer and self._newest:
-            self._bar.update(
-                self._task, completed=self._newest["step"], description=self._figures()
-            )
+        with _whoever_listens(sys.stderr):
+            if newer and self._newest:
+                done = self._newest["step"]
+                self._bar.update(self._task, completed=done, description=self._figures())
+            self._bar.refresh()
 
     def message(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        with _whoever_listens(sys.stderr):
+            self._bar.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        self._polled_at = 0.0
         self.poll()
-        self._bar.stop()
+        with _whoever_listens(sys.stderr):
+            self._bar.stop()
 
 
 def clock_time(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import traceback
@@ -18,6 +19,8 @@ from trainer.stop import StopFlag
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 500
+#: How torch's DataLoader passes on what a worker raised, not always in the class that it was.
+_IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
 
 
 def main(arguments: list[str]) -> int:
@@ -92,17 +95,19 @@ def _leave(code: int) -> NoReturn:
 
 def _name_of(error: BaseException) -> str:
     """The class that the supervisor judges by; running out of memory has many."""
+    in_worker = _IN_WORKER.match(str(error))
+    name = in_worker[1] if in_worker else type(error).__name__
     # NumPy raises a subclass; torch's CPU allocator only a RuntimeError.
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if name.endswith("MemoryError") or "can't allocate memory" in str(error):
         return "MemoryError"
-    return type(error).__name__
+    return name
 
 
 def _line_of(error: BaseException) -> str:
     """What an error says, in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     # An error of a data worker comes with a traceback, and says what it is at its end.
-    line = lines[-1] if lines[0].startswith("Caught ") else lines[0]
+    line = lines[-1] if _IN_WORKER.match(lines[0]) else lines[0]
     return line[:_LONGEST_MESSAGE]
 
 

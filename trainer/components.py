@@ -12,6 +12,7 @@ inherit and nothing to register.
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -131,12 +132,18 @@ def resolve(kind: str, built_in: Mapping[str, str], field: str) -> Callable[...,
     module_name, _, attribute = target.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
     except ImportError as err:
         raise UsageError(f"{field}: {kind!r} cannot be imported: {err}") from err
-    except AttributeError as err:
-        raise UsageError(f"{field}: {module_name} has no {attribute!r}") from err
+    except Exception as err:  # whatever the module does when it is loaded
+        place = traceback.extract_tb(err.__traceback__)[-1]
+        raise UsageError(
+            f"{field}: {kind!r} cannot be imported: {type(err).__name__}: {err}",
+            f"raised in {place.filename}, line {place.lineno}",
+        ) from err
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{field}: {module_name} has no {attribute!r}")
+        found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{field}: {kind!r} is {type(found).__name__}, not something to call")
     return found

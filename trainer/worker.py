@@ -33,8 +33,8 @@ from trainer.spec.errors import DataError, RankMismatch
 from trainer.spec.outcome import EXIT_SAVED
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import RankInfo
-from trainer.spec.rundir import RunDir
 from trainer.spec.run import RunSpec
+from trainer.spec.rundir import RunDir
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
@@ -48,7 +48,11 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 def run(
-    run_dir: RunDir, environ: Mapping[str, str], stop: StopFlag, state: TrainState, keep: list[object]
+    run_dir: RunDir,
+    environ: Mapping[str, str],
+    stop: StopFlag,
+    state: TrainState,
+    keep: list[object],
 ) -> int:
     """Train the run in `run_dir` as the rank that `environ` describes; returns the exit code.
 
@@ -119,7 +123,9 @@ def run(
         start_global_step=state.step,
     )
     if end is LoopEnd.STOPPED:
-        log.info("stopped as asked; the newest checkpoint is that of step %s", checkpoints.saved_step)
+        log.info(
+            "stopped as asked; the newest checkpoint is that of step %s", checkpoints.saved_step
+        )
         return EXIT_SAVED
     _evaluate(model, data, plan, ctx)
     agree.barrier()
@@ -142,12 +148,14 @@ def build_data(spec: RunSpec) -> Dataset:
 def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:
     """The model with its initial weights, the same at every world size and strategy.
 
-    Each parameter is filled from a generator of its own, keyed by (seed, name): what it holds depends
-    neither on the order of parameters nor on which rank fills it.
+    Each parameter is filled from a generator of its own, keyed by (seed, name): what it holds
+    depends neither on the order of parameters nor on which rank fills it.
     """
     factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
     with torch.device("meta"):
-        model = factory(spec.model.options, ModelContext(data.meta, spec.train.repeated_diffusion_steps))
+        model = factory(
+            spec.model.options, ModelContext(data.meta, spec.train.repeated_diffusion_steps)
+        )
     model.to_empty(device=device)
     generator = torch.Generator()
     with torch.no_grad():
@@ -163,7 +171,8 @@ def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:
 def _check_world(plan: Plan, ranks: RankInfo) -> None:
     if ranks.world_size != plan.world_size:
         raise RankMismatch(
-            f"rank {ranks.rank} finds a world of {ranks.world_size} processes, the plan has {plan.world_size}",
+            f"rank {ranks.rank} finds a world of {ranks.world_size} processes, "
+            f"the plan has {plan.world_size}",
             "start as many processes as the plan says; `vitra plan` shows it",
         )
 
@@ -174,7 +183,9 @@ def _prepare_torch(plan: Plan, ranks: RankInfo) -> torch.device:
     torch.set_num_threads(plan.threads_per_rank)
     torch.set_num_interop_threads(1)
     on_cuda = spec.resources.gpu_count > 0
-    deterministic = spec.train.deterministic if spec.train.deterministic is not None else not on_cuda
+    deterministic = (
+        spec.train.deterministic if spec.train.deterministic is not None else not on_cuda
+    )
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -182,8 +193,9 @@ def _prepare_torch(plan: Plan, ranks: RankInfo) -> torch.device:
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise RankMismatch(
-            f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible on {os.uname().nodename}",
-            "ask for one GPU a process (resources.gpus_per_node), or set gpus_per_node: 0 to train on CPUs",
+            f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible "
+            f"on {os.uname().nodename}",
+            "ask for one GPU a process (resources.gpus_per_node), or train on CPUs (0)",
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
@@ -205,7 +217,11 @@ def _process_group(ranks: RankInfo, device: torch.device) -> dist.ProcessGroup |
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    return dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
+    if device.type == "cpu":
+        return dist.group.WORLD
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def _strategy_arguments(plan: Plan, model: Any, ctx: TrainContext) -> dict[str, Any]:
@@ -248,6 +264,6 @@ def _evaluate(model: Any, data: Dataset, plan: Plan, ctx: TrainContext) -> None:
     totals = dict(zip(names, ctx.agree.sum(*(sums[name] for name in names)), strict=True))
     figures = model.summarize_evaluation(totals)
     ctx.records.event("evaluated", step=ctx.state.step, **figures)
-    log.info("evaluated on held-out data: %s", ", ".join(f"{k} {v:.4f}" for k, v in figures.items()))
-
-
+    log.info(
+        "evaluated on held-out data: %s", ", ".join(f"{k} {v:.4f}" for k, v in figures.items())
+    )

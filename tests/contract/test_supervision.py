@@ -125,7 +125,7 @@ def test_stops_and_resumes(live: LiveRun) -> None:
 
 
 def test_twice_stops_at_once(vitra: Vitra) -> None:
-    # A save that takes for ever, as on a storage that hangs: the ranks never leave by themselves.
+    # Ranks that hang, as on a storage that gives no answer, never leave by themselves.
     live = LiveRun(vitra, checkpoint__save_interval=100_000)
     try:
         live.wait_for_step(2)

@@ -21,7 +21,7 @@ _NOT_COMPARED = ("step_time_s", "attempt")
 
 
 def spec(world: int, **changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of some seconds: 60 steps, an epoch of 40, accumulation 2, per-device batch 2, dropout."""
+    """A run of some seconds: 60 steps, 40 an epoch, accumulation 2, batch 2 a device, dropout."""
     document: dict[str, Any] = {
         "name": "equal",
         "seed": 7,
@@ -60,7 +60,9 @@ def spec(world: int, **changes: Mapping[str, Any]) -> dict[str, Any]:
 class Run:
     """One run: started, killed and resumed through the command line."""
 
-    def __init__(self, root: Path, document: dict[str, Any], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, root: Path, document: dict[str, Any], env: Mapping[str, str] | None = None
+    ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._root = root
         self._spec = root / "spec.yaml"
@@ -78,7 +80,15 @@ class Run:
         words = ["resume", str(self.dir)] if submitted else ["submit", str(self._spec), "--local"]
         with (self._root / "terminal.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "launcher.cli", *words, "--run-root", str(self._root / "runs")],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "launcher.cli",
+                    *words,
+                    "--run-root",
+                    str(self._root / "runs"),
+                ],
                 stdout=log,
                 stderr=log,
                 env={**self._env, **(env or {})},
@@ -144,7 +154,9 @@ class Run:
         metrics = read_lines(self.dir / "metrics.jsonl")
         return {
             "metrics": [{k: v for k, v in m.items() if k not in _NOT_COMPARED} for m in metrics],
-            "samples": {p.name: read_lines(p) for p in sorted(self.dir.glob("samples-rank*.jsonl"))},
+            "samples": {
+                p.name: read_lines(p) for p in sorted(self.dir.glob("samples-rank*.jsonl"))
+            },
             "state": tensor_digests(checkpoints[-1].parent),
             "step": manifest["step"],
         }
@@ -175,7 +187,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _processes_of(run_id: str) -> dict[int, str]:
-    """Living processes of a run, by the variable that each of its ranks and data workers carries."""
+    """Living processes of a run, by the variable that its ranks and data workers carry."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -6,9 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,15 @@ pytestmark = [
 ]
 
 SAMPLES = 10
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_outlives_its_test() -> Iterator[None]:
+    """An error keeps the loader that it came through, and its workers take no SIGTERM."""
+    yield
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
 
 
 def planned(workers: int, *, world: int = 1, steps: int = 9, per_device: int = 2) -> Plan:
@@ -85,15 +93,12 @@ class Broken(Plain):
         return super().sample(index, rng)
 
 
-class Stuck(Plain):
-    """Never delivers a sample, and says that it is at it."""
-
-    def __init__(self) -> None:
-        self.reached = multiprocessing.get_context("fork").Event()
+class Doomed(Plain):
+    """The process that loads its sample 7 is killed, as one that takes too much memory is."""
 
     def sample(self, index: int, rng: SampleRandom) -> Sample:
-        self.reached.set()
-        time.sleep(600)
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().sample(index, rng)
 
 
@@ -178,26 +183,10 @@ def test_an_error_in_a_sample_arrives_as_it_was_raised(workers: int) -> None:
 
 
 def test_a_killed_worker_is_an_error_and_no_hang() -> None:
-    data = Stuck()
-    loader = RankLoader(planned(2), data, None, rank=0, start_step=0)
-    steps = iter(loader)
-
-    def kill() -> None:
-        assert data.reached.wait(30)
-        pid = multiprocessing.active_children()[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="killed by signal"):
-        next(steps)
-    killer.join()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        load(Doomed(), planned(2))
     assert time.monotonic() - began < 30
-    # The other one would hold up the end of this process: it sleeps and takes no SIGTERM.
-    for worker in multiprocessing.active_children():
-        worker.kill()
 
 
 def test_workers_leave_stop_signals_to_their_rank() -> None:

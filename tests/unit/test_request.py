@@ -253,7 +253,8 @@ note(start=[os.fsencode(a).decode("latin-1") for a in sys.argv], environ=environ
 if behaviour.get("kill_self"):
     os.kill(os.getpid(), signal.SIGKILL)
 end = time.monotonic() + 20
-while behaviour.get("deaf") and not os.path.exists(os.path.join(here, "listen")) and time.monotonic() < end:
+listen = os.path.join(here, "listen")
+while behaviour.get("deaf") and not os.path.exists(listen) and time.monotonic() < end:
     time.sleep(0.01)
 got = []
 for number in (signal.SIGTERM, signal.SIGUSR2):

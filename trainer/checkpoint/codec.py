@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +84,8 @@ def save_tensors(
     writer = _ShardWriter(shard_name, create)
     # The state is flat already, so the planner must not rename anything.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-    try:
-        save(
-            tensors,
-            storage_writer=writer,
-            planner=planner,
-            process_group=None if alone else group,
-            no_dist=alone,
-        )
-    except CheckpointException as err:
-        raise _first_failure(err) from err
+    with _in_group(group) as arguments:
+        save(tensors, storage_writer=writer, planner=planner, **arguments)
     return None if writer.index is None else (writer.index, writer.entries)
 
 
@@ -108,17 +101,10 @@ def load_tensors(
     Collective over `group`. Every name must be in the index, with the same global shape: check that
     first (`tensor_shapes`).
     """
-    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-    try:
-        load(
-            tensors,
-            storage_reader=_ShardReader(index, read),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=None if alone else group,
-            no_dist=alone,
-        )
-    except CheckpointException as err:
-        raise _first_failure(err) from err
+    reader = _ShardReader(index, read)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _in_group(group) as arguments:
+        load(tensors, storage_reader=reader, planner=planner, **arguments)
 
 
 def index_file(names: Iterable[str]) -> str:
@@ -172,6 +158,19 @@ def tensor_shapes(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
         for name, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+@contextmanager
+def _in_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
+    """How torch is told who takes part; what fails in there is raised as one of our errors."""
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    with warnings.catch_warnings():
+        # One process alone is no mistake here.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield {"process_group": None if alone else group, "no_dist": alone}
+        except CheckpointException as err:
+            raise _first_failure(err) from err
 
 
 class _ShardWriter(StorageWriter):

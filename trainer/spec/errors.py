@@ -70,7 +70,8 @@ class Fault:
     def __str__(self) -> str:
         if self.where == f"-o {self.field}":
             return f"{self.where}: {self.problem}"
-        return f"{self.where}: {self.field}: {self.problem}" if self.field else f"{self.where}: {self.problem}"
+        named = f"{self.field}: " if self.field else ""
+        return f"{self.where}: {named}{self.problem}"
 
 
 class SpecError(VitraError):

@@ -1,4 +1,4 @@
-"""Makes a rank forget one kind of state when it resumes: the negative controls of the equality test.
+"""Makes a rank forget one kind of state on resume: negative controls of the equality test.
 
 On PYTHONPATH of the real command, with FORGET naming the kind. If a run that forgets something were
 still equal to the undisturbed one, the equality test could not see that kind of state at all.
@@ -20,7 +20,9 @@ def _forget_after_load(forget: Callable[[Any], None]) -> Callable[[ModuleType], 
     def patch(module: ModuleType) -> None:
         original = module.Checkpointer._load_files
 
-        def load_files(self: Any, manifest: Any, read_file: Any, read_range: Any, strategy: Any, **kw: Any) -> None:
+        def load_files(
+            self: Any, manifest: Any, read_file: Any, read_range: Any, strategy: Any, **kw: Any
+        ) -> None:
             original(self, manifest, read_file, read_range, strategy, **kw)
             forget(strategy)
 
@@ -35,7 +37,9 @@ def _forget_schedule(strategy: Any) -> None:
 
 def _forget_position(module: ModuleType) -> None:
     original = module.RankLoader._micro_positions
-    module.RankLoader._micro_positions = lambda self, step, micro: original(self, step - self._start_step, micro)
+    module.RankLoader._micro_positions = lambda self, step, micro: original(
+        self, step - self._start_step, micro
+    )
 
 
 def _forget_reseeding(module: ModuleType) -> None:
@@ -43,7 +47,10 @@ def _forget_reseeding(module: ModuleType) -> None:
 
 
 _PATCHES: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
-    "optimizer": ("trainer.checkpoint.checkpointer", _forget_after_load(lambda s: s.optimizer.state.clear())),
+    "optimizer": (
+        "trainer.checkpoint.checkpointer",
+        _forget_after_load(lambda s: s.optimizer.state.clear()),
+    ),
     "schedule": ("trainer.checkpoint.checkpointer", _forget_after_load(_forget_schedule)),
     "position": ("trainer.data.loader", _forget_position),
     "reseeding": ("trainer.loop", _forget_reseeding),
@@ -63,7 +70,11 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             spec = next(
-                filter(None, (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)), None
+                filter(
+                    None,
+                    (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self),
+                ),
+                None,
             )
         assert spec is not None
         assert spec.loader is not None

@@ -1,0 +1,342 @@
+"""Strategies on real gloo worlds: what is communicated, what a gradient is, what clipping does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import on_ranks, planned
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.data.loader import RankLoader, StepInput
+from trainer.optim import parameter_groups
+from trainer.spec.errors import PlanError, UsageError
+from trainer.spec.plan import Plan
+from trainer.strategies.base import TrainingStrategy
+from trainer.strategies.build import get_train_strategy
+from trainer.strategies.ddp import DDPStrategy
+from trainer.worker import build_data, build_model
+
+pytestmark = pytest.mark.timeout(120)
+
+NOWHERE = Path("/nowhere")
+
+
+def arguments(plan: Plan, model: Any = None) -> dict[str, Any]:
+    """The constructor's arguments, under the names that VITRA's base class has."""
+    train = plan.spec.train
+    return {
+        "vla": model,
+        "device_id": 0,
+        "stage": "train",
+        "epochs": None,
+        "max_steps": plan.total_steps,
+        "global_batch_size": plan.global_batch_size,
+        "per_device_batch_size": plan.per_device_batch_size,
+        "learning_rate": train.learning_rate,
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "warmup_ratio": train.warmup_ratio,
+        "enable_gradient_checkpointing": train.enable_gradient_checkpointing,
+        "enable_mixed_precision_training": train.enable_mixed_precision_training,
+        "reduce_in_full_precision": train.reduce_in_full_precision,
+        "mixed_precision_dtype": getattr(torch, train.mixed_precision_dtype),
+        "repeated_diffusion_steps": train.repeated_diffusion_steps,
+    }
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Rank:
+    """One rank's strategy, ready to train, and what it trains on."""
+
+    def __init__(self, rank: int, **train: Any) -> None:
+        self.plan = planned(world_size(), {"train": train})
+        data = build_data(self.plan.spec)
+        self.model = build_model(self.plan.spec, data, torch.device("cpu"))
+        self.strategy = get_train_strategy("ddp", **arguments(self.plan, self.model))
+        self.strategy.run_setup(NOWHERE, len(data))
+        self.loader = RankLoader(self.plan, data, self.model.draws, rank=rank, start_step=0)
+
+    def steps(self) -> Iterator[StepInput]:
+        return iter(self.loader)
+
+    def gradients(self, inputs: StepInput) -> Iterator[list[Tensor]]:
+        """The gradients after each micro-batch of a step, which is not applied."""
+        self.strategy.begin_step()
+        counts = sum(self.strategy.loss_count(batch) for batch in inputs.micro_batches)
+        total = torch.tensor(counts)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        for number, batch in enumerate(inputs.micro_batches):
+            last = number == len(inputs.micro_batches) - 1
+            scale = self.plan.world_size / int(total)
+            self.strategy.forward_backward(batch, scale=scale, is_last=last)
+            yield [
+                p.grad.clone() for _, p in self.strategy.named_parameters() if p.grad is not None
+            ]
+
+    def last_gradient(self, inputs: StepInput) -> Tensor:
+        *_, gradients = self.gradients(inputs)
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+# -- Accumulation ------------------------------------------------------------------------------
+
+
+def communication(rank: int) -> tuple[list[int], list[Tensor]]:
+    ranked = Rank(rank, global_batch_size=16, per_device_batch_size=2)
+    calls: list[int] = []
+
+    # Without annotations: torch compares them with classes, and here they would be strings.
+    def counted(_, bucket):  # type: ignore[no-untyped-def]
+        calls.append(bucket.index())
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    assert isinstance(ranked.strategy.model, DistributedDataParallel)
+    ranked.strategy.model.register_comm_hook(None, counted)
+    counts: list[int] = []
+    sums: list[Tensor] = []
+    for inputs, _ in zip(ranked.steps(), range(2), strict=False):
+        for gradients in ranked.gradients(inputs):
+            counts.append(len(calls))
+            sums.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return counts, sums
+
+
+def test_gradients_are_communicated_with_the_last_micro_batch_only() -> None:
+    (counts, ours), (_, theirs) = on_ranks(2, communication)
+    buckets = counts[3]
+    assert buckets > 0
+    assert counts == [0, 0, 0, buckets] + [buckets] * 3 + [2 * buckets]
+    same = [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+    assert same == [False, False, False, True] * 2
+
+
+def gradient(rank: int, per_device: int) -> Tensor:
+    ranked = Rank(rank, global_batch_size=16, per_device_batch_size=per_device)
+    return ranked.last_gradient(next(ranked.steps()))
+
+
+def test_a_gradient_does_not_depend_on_how_the_batch_is_split() -> None:
+    whole = on_ranks(1, gradient, 16)[0]
+    for world, per_device in [(1, 2), (2, 8), (2, 2), (4, 1)]:
+        found = on_ranks(world, gradient, per_device)
+        assert all(torch.equal(found[0], other) for other in found)
+        assert distance(found[0], whole) < 1e-6, (world, per_device)
+
+
+# -- Precision ---------------------------------------------------------------------------------
+
+
+def precise_gradients(rank: int) -> dict[str, Tensor]:
+    settings = {
+        "float32": {"enable_mixed_precision_training": False},
+        "reduced in float32": {
+            "enable_mixed_precision_training": True,
+            "reduce_in_full_precision": True,
+        },
+        "reduced in bfloat16": {
+            "enable_mixed_precision_training": True,
+            "reduce_in_full_precision": False,
+        },
+    }
+    found: dict[str, Tensor] = {}
+    for name, train in settings.items():
+        ranked = Rank(rank, **train)
+        found[name] = ranked.last_gradient(next(ranked.steps()))
+        assert all(p.dtype == torch.float32 for p in ranked.model.parameters())
+    return found
+
+
+def test_bfloat16_forward_and_reduction() -> None:
+    ours, theirs = on_ranks(2, precise_gradients)
+    for name, found in ours.items():
+        assert torch.equal(found, theirs[name]), name
+        assert found.isfinite().all()
+        assert found.dtype == torch.float32
+    full, half = ours["reduced in float32"], ours["reduced in bfloat16"]
+    # Each reduced value has the 8 bits of a bfloat16 left, and only with that reduction.
+    assert torch.equal(half.to(torch.bfloat16).float(), half)
+    assert not torch.equal(full.to(torch.bfloat16).float(), full)
+    assert 1e-5 < distance(half, full) < 2**-7
+    assert 1e-5 < distance(full, ours["float32"]) < 0.05
+
+
+def set_up_in_float16(rank: int) -> str:
+    del rank
+    plan = planned(world_size())
+    model = build_model(plan.spec, build_data(plan.spec), torch.device("cpu"))
+    changes = {"enable_mixed_precision_training": True, "mixed_precision_dtype": torch.float16}
+    try:
+        DDPStrategy(**{**arguments(plan, model), **changes}).run_setup(NOWHERE, 40)
+    except PlanError as err:
+        return str(err)
+    return "set up"
+
+
+def test_float16_gradients_are_not_reduced() -> None:
+    assert on_ranks(1, set_up_in_float16) == ["set up"]
+    for message in on_ranks(2, set_up_in_float16):
+        assert "mixed_precision_dtype=torch.float16" in message
+        assert "reduce_in_full_precision: true" in message
+
+
+# -- Clipping ----------------------------------------------------------------------------------
+
+
+def clipped(rank: int, max_grad_norm: float | None) -> tuple[float, Tensor, Tensor]:
+    ranked = Rank(rank, max_grad_norm=max_grad_norm)
+    before = ranked.last_gradient(next(ranked.steps()))
+    norm = ranked.strategy.clip_grad_norm()
+    after = [p.grad.flatten() for _, p in ranked.strategy.named_parameters() if p.grad is not None]
+    return norm, before, torch.cat(after)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.01, 1e6, None])
+def test_clipping_returns_the_norm_before_it(max_grad_norm: float | None) -> None:
+    answers = on_ranks(2, clipped, max_grad_norm)
+    norms = {norm for norm, _, _ in answers}
+    assert len(norms) == 1
+    for norm, before, after in answers:
+        assert norm == pytest.approx(float(before.double().norm()), rel=1e-5)
+        assert norm > 0.01
+        if max_grad_norm == 0.01:
+            assert float(after.norm()) == pytest.approx(0.01, rel=1e-3)
+            assert distance(after / 0.01, before / norm) < 1e-3
+        else:
+            assert torch.equal(after, before)
+
+
+# -- Names and groups --------------------------------------------------------------------------
+
+
+def names_and_groups(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for checkpointing in (False, True):
+        ranked = Rank(rank, enable_gradient_checkpointing=checkpointing)
+        assert ranked.strategy.optimizer is not None
+        groups = ranked.strategy.optimizer.param_groups
+        found.append(
+            (
+                {g["name"]: g["parameter_names"] for g in groups},
+                [name for name, _ in ranked.strategy.named_parameters()],
+                sorted(ranked.strategy.named_state()),
+                any("wrapped" in name for name, _ in ranked.model.named_parameters()),
+            )
+        )
+    return found
+
+
+def test_wrapping_changes_neither_names_nor_groups() -> None:
+    plan = planned(1)
+    model = build_model(plan.spec, build_data(plan.spec), torch.device("cpu"))
+    groups = parameter_groups(
+        model.named_parameters(), model.backbone_prefixes, learning_rate=1.0, weight_decay=1.0
+    )
+    expected = (
+        {group["name"]: group["parameter_names"] for group in groups},
+        [name for name, _ in model.named_parameters()],
+        sorted(model.state_dict()),
+    )
+    assert len(expected[0]) == 4
+    for world in (1, 2):
+        for plain, wrapped in on_ranks(world, names_and_groups):
+            assert (*plain[:3], *wrapped[:3]) == (*expected, *expected)
+            # Otherwise nothing was wrapped, and nothing shown.
+            assert (plain[3], wrapped[3]) == (False, True)
+
+
+# -- The constructor ---------------------------------------------------------------------------
+
+
+class Minimal(TrainingStrategy):
+    """A strategy of a user's, written against the interface."""
+
+    def run_setup(self, run_dir: Path, n_train_examples: int) -> None:
+        del run_dir
+        self._prepare(n_train_examples)
+
+    def clip_grad_norm(self) -> float:
+        return 0.0
+
+
+def test_the_arguments_may_come_by_position() -> None:
+    plan = planned(1)
+    strategy = Minimal(*arguments(plan, "model").values())
+    assert (strategy.vla, strategy.stage) == ("model", "train")
+    assert strategy.repeated_diffusion_steps == plan.spec.train.repeated_diffusion_steps
+    assert strategy.grad_accumulation_steps == plan.grad_accumulation_steps == 8
+
+
+def test_an_unknown_argument_of_the_constructor_is_a_warning_each() -> None:
+    with pytest.warns(UserWarning, match="ignores the unknown argument") as caught:
+        Minimal(**arguments(planned(1)), warmup_ration=0.5, something_else=1)
+    assert [str(warning.message) for warning in caught] == [
+        "TrainingStrategy ignores the unknown argument 'warmup_ration'; did you mean warmup_ratio?",
+        "TrainingStrategy ignores the unknown argument 'something_else'",
+    ]
+
+
+def test_known_arguments_do_not_warn() -> None:
+    extras = {"betas": (0.9, 0.99), "freeze_steps": 3, "action_model_learning_rate": 1e-3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy = Minimal(**arguments(planned(1)), **extras)
+    assert (strategy.betas, strategy.freeze_steps) == ((0.9, 0.99), 3)
+
+
+def test_get_train_strategy_refuses_unknown_arguments() -> None:
+    with pytest.raises(UsageError, match="'warmup_ration'; did you mean warmup_ratio"):
+        get_train_strategy("ddp", **arguments(planned(1)), warmup_ration=0.5)
+    with pytest.raises(UsageError, match="'zzz'; known: vla, device_id"):
+        get_train_strategy("ddp", **arguments(planned(1)), zzz=0.5)
+    with pytest.raises(UsageError, match="'self'"):
+        get_train_strategy("ddp", **arguments(planned(1)), self=1)
+
+
+def test_get_train_strategy_refuses_unknown_strategies() -> None:
+    with pytest.raises(UsageError, match="'horovod' is not available; known: ddp"):
+        get_train_strategy("horovod", **arguments(planned(1)))
+
+
+@pytest.mark.parametrize(("whole", "part"), [(7, 2), (2, 4), (9, 9)])
+def test_batches_that_do_not_divide_are_refused(whole: int, part: int) -> None:
+    sizes = {"global_batch_size": whole, "per_device_batch_size": part}
+    if whole % part == 0:
+        assert Minimal(**{**arguments(planned(1)), **sizes}).grad_accumulation_steps == 1
+        return
+    with pytest.raises(PlanError, match=f"global_batch_size={whole} .* = {part} x 1"):
+        Minimal(**{**arguments(planned(1)), **sizes})
+
+
+def test_without_a_context_what_needs_one_says_so() -> None:
+    strategy = Minimal(**arguments(planned(1)))
+    with pytest.raises(UsageError, match="without a context"):
+        strategy.save_checkpoint(NOWHERE, 1, 0)
+    with pytest.raises(UsageError, match="without a context"):
+        strategy.load_optimizer_and_scheduler("/nowhere/step-00000001")
+
+
+def test_the_length_in_epochs_counts_optimizer_steps() -> None:
+    plan = planned(1)
+    model = build_model(plan.spec, build_data(plan.spec), torch.device("cpu"))
+    strategy = Minimal(**{**arguments(plan, model), "epochs": 3, "max_steps": None})
+    strategy.run_setup(NOWHERE, 41)
+    assert strategy.lr_scheduler is not None
+    # 3 x 41 samples in steps of 16.
+    assert strategy.lr_scheduler.schedule.total_steps == 8
