@@ -48,12 +48,15 @@ from trainer.store.storage import open_storage
 _PATIENCE_S = 90.0
 #: What has to be set before torch is loaded, as the launcher does.
 _FIXED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO"}
-#: torch loads the last when it is asked for deterministic algorithms, half a second's work.
+#: The last two are loaded late by numpy and torch, which would take each rank half a second.
 _PRELOADED = [
     "dist_helpers",
     "pytest",
     "trainer.__main__",
     "trainer.worker",
+    "trainer.data.synthetic",
+    "trainer.models.vla",
+    "numpy.ma",
     "torch._inductor.config",
 ]
 
