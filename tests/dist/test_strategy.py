@@ -134,7 +134,7 @@ def gradient(rank: int, per_device: int) -> Tensor:
 
 def test_a_gradient_does_not_depend_on_how_the_batch_is_split() -> None:
     whole = on_ranks(1, gradient, 16)[0]
-    for world, per_device in [(1, 2), (2, 8), (2, 2), (4, 1)]:
+    for world, per_device in [(2, 8), (2, 2), (4, 1)]:
         found = on_ranks(world, gradient, per_device)
         assert all(torch.equal(found[0], other) for other in found)
         assert distance(found[0], whole) < 1e-6, (world, per_device)
@@ -199,26 +199,28 @@ def test_float16_gradients_are_not_reduced() -> None:
 # -- Clipping ----------------------------------------------------------------------------------
 
 
-def clipped(rank: int, max_grad_norm: float | None) -> tuple[float, Tensor, Tensor]:
-    ranked = Rank(rank, max_grad_norm=max_grad_norm)
-    before = ranked.last_gradient(next(ranked.steps()))
-    norm = ranked.strategy.clip_grad_norm()
-    after = [p.grad.flatten() for _, p in ranked.strategy.named_parameters() if p.grad is not None]
-    return norm, before, torch.cat(after)
+def clipped(rank: int) -> list[tuple[float, Tensor, Tensor]]:
+    found: list[tuple[float, Tensor, Tensor]] = []
+    for max_grad_norm in (0.01, 1e6, None):
+        ranked = Rank(rank, max_grad_norm=max_grad_norm)
+        before = ranked.last_gradient(next(ranked.steps()))
+        norm = ranked.strategy.clip_grad_norm()
+        gradients = [p.grad for _, p in ranked.strategy.named_parameters() if p.grad is not None]
+        found.append((norm, before, torch.cat([gradient.flatten() for gradient in gradients])))
+    return found
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.01, 1e6, None])
-def test_clipping_returns_the_norm_before_it(max_grad_norm: float | None) -> None:
-    answers = on_ranks(2, clipped, max_grad_norm)
-    norms = {norm for norm, _, _ in answers}
-    assert len(norms) == 1
-    for norm, before, after in answers:
+def test_clipping_returns_the_norm_before_it() -> None:
+    ours, theirs = on_ranks(2, clipped)
+    assert [norm for norm, _, _ in ours] == [norm for norm, _, _ in theirs]
+    for number, (norm, before, after) in enumerate(ours):
         assert norm == pytest.approx(float(before.double().norm()), rel=1e-5)
         assert norm > 0.01
-        if max_grad_norm == 0.01:
+        if number == 0:
             assert float(after.norm()) == pytest.approx(0.01, rel=1e-3)
             assert distance(after / 0.01, before / norm) < 1e-3
         else:
+            # Below the limit, or without one, nothing is changed.
             assert torch.equal(after, before)
 
 

@@ -140,6 +140,7 @@ def past(verdict: str, progress: bool = False) -> PastAttempt:
 ERROR, OOM, HANG = past("error"), past("out_of_memory"), past("hang")
 PREEMPTED, NODE = past("preempted"), past("node_failure")
 TIME = past("time_limit")
+PORT_TAKEN = "DistNetworkError"
 ON_ERROR = {"restart_on": ["error", "preemption", "node_failure", "hang", "time_limit"]}
 
 #: name: (policy, history, error of the last one, starts again, final verdict)
@@ -209,6 +210,8 @@ DECISIONS = {
         "no_progress",
     ),
     "preempted after hangs": ({}, [HANG, HANG, PREEMPTED], None, True, "preempted"),
+    "port taken": ({}, [ERROR], PORT_TAKEN, True, "error"),
+    "port taken for ever": ({}, [ERROR] * 3, PORT_TAKEN, False, "no_progress"),
     "no progress, own limit": ({"max_no_progress": 1}, [HANG], None, False, "no_progress"),
 }
 
@@ -225,7 +228,8 @@ def test_decide(
     restart: bool,
     verdict: str,
 ) -> None:
-    finding = Finding(history[-1].verdict, "why", error=error)
+    reason = "why: name: EADDRINUSE" if error == PORT_TAKEN else "why"
+    finding = Finding(history[-1].verdict, reason, error=error)
     decision = decide(finding, history, RetrySpec.model_validate(policy))
     assert (decision.restart, decision.verdict) == (restart, verdict)
     assert decision.state is (RunState.REQUEUED if restart else RunState.FAILED)
