@@ -100,9 +100,9 @@ def spec(world: int, *changes: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate(document)
 
 
-def planned(world: int, *changes: dict[str, Any], samples: int = 40) -> Plan:
-    """The plan of such a spec, for use without a run directory."""
-    return plan(spec(world, *changes), run_id="core-1", run_dir="/nowhere").with_samples(samples)
+def planned(world: int, *changes: dict[str, Any], run_dir: str = "/nowhere") -> Plan:
+    """The plan of such a spec, for use without a run."""
+    return plan(spec(world, *changes), run_id="core-1", run_dir=run_dir).with_samples(40)
 
 
 # -- Worlds ------------------------------------------------------------------------------------
@@ -299,9 +299,17 @@ class Ranks:
             process.join()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self._pid(rank), number)
+
+    def data_workers(self, rank: int) -> list[int]:
+        """The process ids of a rank's data workers."""
+        pid = self._pid(rank)
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+    def _pid(self, rank: int) -> int:
         pid = self._processes[rank].pid
         assert pid is not None
-        os.kill(pid, number)
+        return pid
 
     def wait_for_step(self, step: int) -> None:
         """Returns once rank 0 has recorded `step`."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dist_helpers import Run, planned
+from safetensors.torch import save_file
 
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
@@ -108,3 +110,56 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         assert report.error == "IncompatibleCheckpoint"
         assert message in (report.message or "")
     assert run.saved_steps() == [1]
+
+
+# -- Weights to start from ---------------------------------------------------------------------
+
+
+def test_a_run_starts_from_given_weights_once(tmp_path: Path) -> None:
+    source = Run(tmp_path / "source", 2)
+    assert source.train({"train": {"max_steps": 2}}) == [0, 0]
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in source.checkpoint(2).tensors.items()
+        if name.startswith("model.")
+    }
+    save_file(weights, tmp_path / "weights.safetensors")
+    directory = source.dir.path / "checkpoints" / "step-00000002"
+    # A rate so small that a step changes nothing of the weights but the last bit.
+    still = {"train": {"max_steps": 1, "learning_rate": 1e-12}}
+    for number, place in enumerate([directory, tmp_path / "weights.safetensors"]):
+        run = Run(tmp_path / str(number), 1, still, {"checkpoint": {"init_from": str(place)}})
+        assert run.train() == [0]
+        saved = run.checkpoint(1)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(saved.tensors[f"model.{name}"], tensor, rtol=0, atol=1e-9)
+        # Weights alone: optimizer, schedule and position are new.
+        counters = {float(t) for name, t in saved.tensors.items() if name.endswith(".step")}
+        assert counters == {1.0}
+        assert saved.state["schedule"] == {"last_step": 1}
+        assert saved.manifest.samples_seen == 16
+    # Once the run has a checkpoint of its own, nobody asks for the weights any more.
+    (tmp_path / "weights.safetensors").unlink()
+    assert run.train({"train": {"max_steps": 2}}) == [0]
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    good = {"backbone.x": torch.ones(2)}
+    save_file(good, tmp_path / "other.safetensors")
+    (tmp_path / "torn.safetensors").write_bytes(b"\x10\0\0")
+    (tmp_path / "empty").mkdir()
+    for name, code, error in [
+        ("other.safetensors", 6, "IncompatibleCheckpoint"),
+        ("torn.safetensors", 6, "CorruptCheckpoint"),
+        ("empty", 4, "NotFound"),
+        ("missing", 4, "NotFound"),
+    ]:
+        place = {"checkpoint": {"init_from": str(tmp_path / name)}}
+        run = Run(tmp_path / f"run-{name}", 1, place)
+        with run.start() as ranks:
+            assert ranks.wait() == [code], name
+            (report,) = ranks.reports()
+        assert report.error == error
+        assert report.message is not None
+        assert f"checkpoint.init_from={tmp_path / name}" in report.message
+        assert run.saved_steps() == []

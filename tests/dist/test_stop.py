@@ -85,6 +85,48 @@ def test_a_signal_before_the_first_step_saves_nothing_and_loses_nothing(tmp_path
     assert run.saved_steps() == [2]
 
 
+# -- Data workers ------------------------------------------------------------------------------
+
+WORKERS: dict[str, Any] = {"data": {"num_workers": 2}}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended, as a zombie has."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_signal_to_the_whole_tree_does_not_stop_the_data_workers(tmp_path: Path) -> None:
+    """As clusters do it that signal every process of a step."""
+    run = Run(tmp_path, 1, ENDLESS, WORKERS)
+    with run.start() as ranks:
+        ranks.wait_for_step(2)
+        workers = ranks.data_workers(0)
+        assert len(workers) == 2
+        for pid in workers:
+            os.kill(pid, signal.SIGTERM)
+        ranks.signal(0, signal.SIGTERM)
+        assert_stopped(run, ranks)
+
+
+def test_data_workers_do_not_outlive_a_killed_rank(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, ENDLESS, WORKERS)
+    with run.start() as ranks:
+        ranks.wait_for_step(2)
+        workers = ranks.data_workers(0)
+        assert len(workers) == 2
+        assert all(map(is_alive, workers))
+        ranks.signal(0, signal.SIGKILL)
+        assert ranks.wait() == [-signal.SIGKILL]
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < deadline, "a data worker lives on"
+        time.sleep(0.01)
+
+
 # -- During a save -----------------------------------------------------------------------------
 
 
