@@ -22,6 +22,7 @@ class End:
     at: float = 0.0
     error: str | None = None
     step: int | None = 7
+    said: str = "what it said"
 
 
 def judged(*ends: End, stop_asked: bool = False) -> Finding:
@@ -40,7 +41,7 @@ def judged(*ends: End, stop_asked: bool = False) -> Finding:
                 rank=rank,
                 exit_code=end.code,
                 error=end.error,
-                message="what it said",
+                message=end.said,
                 last_step=end.step,
             )
     return judge(exits, reports, total_steps=TOTAL, stop_asked=stop_asked)
@@ -244,3 +245,19 @@ def test_final_verdicts(verdict: Verdict, state: RunState) -> None:
     policy = RetrySpec(restart_on=("error",), max_error_restarts=9)
     decision = decide(Finding(verdict, "why"), [PastAttempt(verdict, True)], policy)
     assert (decision.restart, decision.state) == (False, state)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:21194. This is typically caused by",
+        "[pair.cc:534] Read error [127.0.0.1]:21194: Connection reset by peer",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_a_rank_that_lost_its_peer_is_not_to_blame_however_early(said: str) -> None:
+    lost = End(1, at=1.0, error="RuntimeError", said=said)
+    finding = judged(lost, End(3, at=1.1, error=None, step=None))
+    assert (finding.failed_rank, finding.exit_code) == (1, 3)
+    # Where all say so, somebody still has to be named.
+    assert judged(lost, lost).failed_rank == 0
