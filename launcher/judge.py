@@ -55,9 +55,9 @@ def judge(
     """Judge an attempt of which every rank has ended, by how each rank ended.
 
     The rank to blame is the first that failed by itself: its peers fail a moment later, when they
-    lose it. That they say so counts for more than the times, which lie too close together for that
-    on a busy machine. Ranks that saved (75) or finished (0) are not to blame, unless one claims to have
-    finished early.
+    lose it. That they say so counts for more than the times, which lie too close together for
+    that on a busy machine. Ranks that saved (75) or finished (0) are not to blame, unless one
+    claims to have finished early.
     """
     codes = {rank: _code(end) for rank, end in exits.items()}
     finished = [
