@@ -152,10 +152,7 @@ class Supervisor:
             started_at=started_at,
             ended_at=utc_now(),
         )
-        write_atomic(files.outcome, outcome.model_dump_json(indent=1).encode())
-        append_event(
-            self._run_dir, "ended", attempt=attempt, verdict=finding.verdict, reason=finding.reason
-        )
+        _publish(self._run_dir, outcome)
         return finding, decide(finding, _history(self._run_dir), plan.spec.retry)
 
     def _claim(self, plan: Plan) -> tuple[int, int | None]:
@@ -296,10 +293,20 @@ def close_unjudged(run_dir: RunDir) -> None:
             started_at=started,
             ended_at=utc_now(),
         )
-        write_atomic(files.outcome, outcome.model_dump_json(indent=1).encode())
-        append_event(
-            run_dir, "ended", attempt=number, verdict=outcome.verdict, reason=outcome.reason
-        )
+        _publish(run_dir, outcome)
+
+
+def _publish(run_dir: RunDir, outcome: Outcome) -> None:
+    """Record how an attempt ended: its file first, since the event says that it is there."""
+    path = run_dir.attempt(outcome.attempt).outcome
+    write_atomic(path, outcome.model_dump_json(indent=1).encode())
+    append_event(
+        run_dir,
+        "ended",
+        attempt=outcome.attempt,
+        verdict=outcome.verdict,
+        reason=outcome.reason,
+    )
 
 
 def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:

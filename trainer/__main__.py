@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.parent import die_with, parent_pid
 from trainer.spec.errors import VitraError
 from trainer.spec.outcome import RankReport
 from trainer.spec.rundir import RunDir, write_atomic
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 500
 #: How torch's DataLoader passes on what a worker raised, not always in the class that it was.
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
@@ -33,12 +31,12 @@ def main(arguments: list[str]) -> int:
     # First of all: a stop that comes while torch is being imported must not be lost, and a rank
     # must not outlive the process that started it.
     stop = StopFlag().install()
-    _die_with_parent()
+    die_with(parent_pid(os.environ))
     return _run_rank(RunDir(Path(arguments[0])), stop)
 
 
 def _run_probe() -> int:
-    _die_with_parent()
+    die_with(parent_pid(os.environ))
     # What components print must not get mixed up with the answer.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
@@ -109,15 +107,6 @@ def _line_of(error: BaseException) -> str:
     # An error of a data worker comes with a traceback, and says what it is at its end.
     line = lines[-1] if _IN_WORKER.match(lines[0]) else lines[0]
     return line[:_LONGEST_MESSAGE]
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies, however that happens."""
-    parent = os.environ.get("VITRA_PARENT_PID", "")
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the line above.
-    if parent.isdigit() and os.getppid() != int(parent):
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from trainer.components import BUILT_IN_MODELS, Dataset, Model, ModelContext, resolve
+from trainer.components import Dataset, Model
 from trainer.data.keyed import SampleRandom
 from trainer.spec.errors import UsageError, VitraError
 from trainer.spec.run import RunSpec
-from trainer.worker import build_data
+from trainer.worker import build_data, empty_model
 
 _LONGEST_MESSAGE = 500
 
@@ -44,11 +44,7 @@ def _look(spec: RunSpec) -> dict[str, Any]:
         data.sample(0, SampleRandom(spec.seed, 0, 0))
         n_samples = len(data)
     with _blamed_on("model.kind", spec.model.kind):
-        factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
-        context = ModelContext(data.meta, spec.train.repeated_diffusion_steps)
-        # On the meta device options and shapes are checked and nothing is allocated.
-        with torch.device("meta"):
-            model = factory(spec.model.options, context)
+        model = empty_model(spec, data)
         _check_members("model.kind", spec.model.kind, model, Model)
         n_parameters = sum(p.numel() for p in model.parameters())
     return {

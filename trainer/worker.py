@@ -145,17 +145,25 @@ def build_data(spec: RunSpec) -> Dataset:
     return data
 
 
+def empty_model(spec: RunSpec, data: Dataset) -> Any:
+    """The model on the meta device: options and shapes are checked, and nothing is allocated.
+
+    Raises:
+        UsageError: its kind cannot be imported, or it does not go with the data.
+    """
+    factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
+    context = ModelContext(data.meta, spec.train.repeated_diffusion_steps)
+    with torch.device("meta"):
+        return factory(spec.model.options, context)
+
+
 def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:
     """The model with its initial weights, the same at every world size and strategy.
 
     Each parameter is filled from a generator of its own, keyed by (seed, name): what it holds
     depends neither on the order of parameters nor on which rank fills it.
     """
-    factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
-    with torch.device("meta"):
-        model = factory(
-            spec.model.options, ModelContext(data.meta, spec.train.repeated_diffusion_steps)
-        )
+    model = empty_model(spec, data)
     model.to_empty(device=device)
     generator = torch.Generator()
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -18,10 +17,9 @@ from torch.utils.data import Dataset as TorchDataset
 from trainer.components import Batch, Dataset, Sample
 from trainer.data.keyed import SampleRandom, keyed_generator
 from trainer.data.order import SampleOrder, rank_positions
+from trainer.parent import die_with
 from trainer.spec.errors import VitraError
 from trainer.spec.plan import Plan
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,4 @@ def _start_worker(rank_pid: int, _number: int) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The rank may have died before the line above.
-    if os.getppid() != rank_pid:
-        os._exit(1)
+    die_with(rank_pid)
