@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -363,6 +364,8 @@ def init(
     json_: Json = False,
 ) -> None:
     """Write a commented spec to start from."""
+    import shlex
+
     from launcher import templates
 
     if list_:
@@ -378,7 +381,9 @@ def init(
         if json_:
             _print_json({"template": template, "path": str(written)})
         else:
-            _print_lines([f"{written}: made from {template}", f"next: vitra plan {path}"])
+            _print_lines(
+                [f"{written}: made from {template}", f"next: vitra plan {shlex.quote(path)}"]
+            )
 
 
 @app.command()
@@ -453,10 +458,12 @@ def _exit_code(ending: Ending) -> int:
 
 @contextmanager
 def _until_nobody_listens() -> Generator[None]:
-    """End quietly where whoever reads stdout has gone, as `| head` does."""
+    """End quietly where whoever reads stdout has gone: `| head` has ended, or the terminal."""
     try:
         yield
-    except BrokenPipeError:
+    except OSError as err:
+        if err.errno not in (errno.EPIPE, errno.EIO):
+            raise
         # What is still held back would fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
