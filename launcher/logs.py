@@ -148,7 +148,8 @@ class _Attempt:
             if rank not in self._logs and (not self._ranks or rank in self._ranks):
                 self._logs[rank] = _Log(path)
         streams = [_of_rank(rank, log.lines(ended=ended)) for rank, log in self._logs.items()]
-        # Of equal times the earlier stream's comes first: without any, rank follows rank.
+        # Of equal times the earlier stream's comes first: without any, rank follows rank. A stream
+        # is never reordered, not even where a clock was set back.
         for _, rank, text in heapq.merge(*streams, key=lambda item: item[0]):
             yield Line(self._number, rank, text)
 
@@ -169,7 +170,7 @@ class _Log:
         self._time = 0.0
 
     def lines(self, *, ended: bool) -> Iterator[tuple[float, bytes]]:
-        """(time, line) for what has come since; times never decrease."""
+        """(time, line) for what has come since; a line without a time has that of the one before."""
         while chunk := self._read():
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
@@ -199,8 +200,7 @@ class _Log:
         line = self._text(line)
         stamp = _time_of(line)
         if stamp is not None:
-            # A clock that was set back must not send a line before those that came before it.
-            self._time = max(self._time, stamp)
+            self._time = stamp
         # A progress bar draws over itself; each state of it is a line here.
         parts = [part for part in line.split(b"\r") if part] or [b""]
         return ((self._time, part) for part in parts)
