@@ -170,7 +170,7 @@ class _Log:
         self._time = 0.0
 
     def lines(self, *, ended: bool) -> Iterator[tuple[float, bytes]]:
-        """(time, line) for what has come since; a line without a time has that of the one before."""
+        """(time, line) for what has come since; one without a time has that of the line before."""
         while chunk := self._read():
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
