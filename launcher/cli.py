@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from launcher.complete import complete_override, complete_run, complete_template
 
 if TYPE_CHECKING:
     from launcher.job import Ending
@@ -21,7 +26,6 @@ app = typer.Typer(
     name="vitra",
     help="Submit a multi-node training run once, and it finishes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -31,18 +35,32 @@ SpecPath = Annotated[
 ]
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run's directory, id, name, or the beginning of its id."),
+    typer.Argument(
+        metavar="RUN",
+        help="A run's directory, id, name, or the beginning of its id.",
+        autocompletion=complete_run,
+    ),
+]
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|URI", help="A run, or a checkpoint place.", autocompletion=complete_run
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "-o", "--override", metavar="KEY=VALUE", help="Override a key of the spec; may be repeated."
+        "-o",
+        "--override",
+        metavar="KEY=VALUE",
+        help="Override a key of the spec; may be repeated.",
+        autocompletion=complete_override,
     ),
 ]
 RunRoot = Annotated[
     str | None,
     typer.Option(
-        "--run-root", metavar="DIR", help="Where runs live.  [default: $VITRA_RUN_ROOT, or ./runs]"
+        "--run-root", metavar="DIR", help="Where runs live (default: $VITRA_RUN_ROOT, or ./runs)."
     ),
 ]
 Json = Annotated[
@@ -168,26 +186,219 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
 
 
 @app.command()
-def checkpoints(
-    place: Annotated[str, typer.Argument(metavar="RUN|URI", help="A run, or a checkpoint place.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every byte against its digest.")
+def ps(
+    all_: Annotated[
+        bool, typer.Option("--all", "-a", help="All runs, not only the newest 20.")
     ] = False,
     run_root: RunRoot = None,
     json_: Json = False,
 ) -> None:
-    """List complete and incomplete checkpoints."""
-    from launcher.checkpoints import list_checkpoints
+    """List the runs under the run root, newest first."""
+    from launcher.ps import list_runs, run_lines
     from launcher.registry import choose_run_root
-    from launcher.show import checkpoint_lines
 
-    facts = list_checkpoints(place, choose_run_root(run_root, None, os.environ), verify=verify)
+    root = choose_run_root(run_root, None, os.environ)
+    facts = list_runs(root, limit=None if all_ else 20)
+    if json_:
+        _print_json(facts)
+        return
+    if not facts["runs"]:
+        _say(f"no runs under {root}; --run-root names another root")
+        return
+    _print_lines(run_lines(facts))
+    if facts["more"]:
+        _say("older runs: --all")
+
+
+@app.command()
+def logs(
+    run: RunName,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on with what comes, until the run is over.")
+    ] = False,
+    rank: Annotated[
+        list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")
+    ] = None,
+    attempt: Annotated[
+        list[int] | None,
+        typer.Option("--attempt", min=1, help="Only this attempt; may be repeated."),
+    ] = None,
+    supervisor: Annotated[
+        bool, typer.Option("--supervisor", help="Also what the supervisor noted.")
+    ] = False,
+    run_root: RunRoot = None,
+) -> None:
+    """Print what the ranks have printed, each line after its attempt and rank."""
+    from launcher import logs as log_files
+    from launcher.lock import lock_holder
+    from launcher.registry import read_plan, read_record
+    from launcher.status import is_over
+
+    run_dir = _find(run, run_root)
+    read_record(run_dir)
+    selection = log_files.Selection(frozenset(rank or ()), frozenset(attempt or ()), supervisor)
+    log_files.check_selection(
+        run_dir, selection, world_size=read_plan(run_dir).world_size if follow else None
+    )
+    if follow and lock_holder(run_dir.lock) is None and not is_over(run_dir):
+        _say("nobody supervises this run at the moment: waiting for a resume (Ctrl-C leaves)")
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    printer = log_files.Printer(sys.stdout.buffer, colour=colour)
+    lines = log_files.log_lines(
+        run_dir,
+        selection,
+        is_over=lambda: not follow or is_over(run_dir),
+        wait=lambda: log_files.wait_for_more(sys.stdout.buffer, log_files.POLL_S),
+    )
+    with _until_nobody_listens():
+        for line in lines:
+            printer(line)
+        sys.stdout.flush()
+
+
+@app.command()
+def cancel(
+    run: RunName,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0, metavar="SECONDS", help="Wait so long for its end.")
+    ] = 60.0,
+    run_root: RunRoot = None,
+    json_: Json = False,
+) -> None:
+    """Stop a run for good; it saves a checkpoint first. Only `vitra resume` starts it again."""
+    from launcher.cancel import cancel_lines, cancel_run
+    from launcher.registry import as_argument
+
+    run_dir = _find(run, run_root)
+    facts = cancel_run(run_dir, wait_s=wait_s, say=_say)
     if json_:
         _print_json(facts)
     else:
-        _print_lines(checkpoint_lines(facts))
+        _print_lines(cancel_lines(facts, as_argument(run_dir, os.environ)))
+
+
+@app.command()
+def checkpoints(
+    place: Place,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte against its digest.")
+    ] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete those that the spec does not keep.")
+    ] = False,
+    keep_last: Annotated[
+        int | None,
+        typer.Option("--keep-last", metavar="N", help="With --prune: keep the newest N instead."),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-every", metavar="N", help="With --prune: keep multiples of N instead."
+        ),
+    ] = None,
+    run_root: RunRoot = None,
+    json_: Json = False,
+) -> None:
+    """List complete and incomplete checkpoints."""
+    from launcher.checkpoints import list_checkpoints, prune_checkpoints, prune_lines
+    from launcher.registry import choose_run_root
+    from launcher.show import checkpoint_lines
+    from trainer.spec.errors import UsageError
+
+    if not prune and (keep_last is not None or keep_every is not None):
+        raise UsageError("--keep-last and --keep-every say what --prune keeps", "add --prune")
+    root = choose_run_root(run_root, None, os.environ)
+    pruned = (
+        prune_checkpoints(place, root, keep_last=keep_last, keep_every=keep_every)
+        if prune
+        else None
+    )
+    facts = list_checkpoints(place, root, verify=verify)
+    if json_:
+        _print_json(facts if pruned is None else {**facts, "pruned": pruned})
+    else:
+        _print_lines([*(prune_lines(pruned) if pruned else []), *checkpoint_lines(facts)])
     if facts["damaged"]:
         sys.exit(6)
+
+
+@app.command()
+def export(
+    place: Place,
+    to: Annotated[
+        str, typer.Option("--to", metavar="FILE", help="The file to write.", show_default=False)
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", metavar="N", help="The checkpoint of this step (default: the newest)."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    run_root: RunRoot = None,
+    json_: Json = False,
+) -> None:
+    """Write a checkpoint's weights as one safetensors file, with nothing of the run in it."""
+    from launcher.export import export_lines, export_weights
+    from launcher.registry import choose_run_root
+
+    root = choose_run_root(run_root, None, os.environ)
+    facts = export_weights(place, root, to, step=step, force=force, environ=os.environ, say=_say)
+    if json_:
+        _print_json(facts)
+    else:
+        _print_lines(export_lines(facts))
+
+
+@app.command()
+def init(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="The file to make; - prints it.", show_default=False),
+    ] = "spec.yaml",
+    template: Annotated[
+        str,
+        typer.Option("--template", "-t", metavar="NAME", autocompletion=complete_template),
+    ] = "quickstart",
+    list_: Annotated[bool, typer.Option("--list", help="Say which templates there are.")] = False,
+    json_: Json = False,
+) -> None:
+    """Write a commented spec to start from."""
+    import shlex
+
+    from launcher import templates
+
+    if list_:
+        found = {name: templates.about(name) for name in templates.template_names()}
+        if json_:
+            _print_json({"templates": [{"name": n, "about": a} for n, a in found.items()]})
+        else:
+            _print_lines([f"{name:<20} {text}" for name, text in found.items()])
+    elif path == "-":
+        _print_lines(templates.template(template, "spec.yaml").splitlines())
+    else:
+        written = templates.write_template(template, path)
+        if json_:
+            _print_json({"template": template, "path": str(written)})
+        else:
+            _print_lines(
+                [f"{written}: made from {template}", f"next: vitra plan {shlex.quote(path)}"]
+            )
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors.
+
+    Write it to a file once: vitra schema > vitra.schema.json
+
+    Then begin a spec with the line: # yaml-language-server: $schema=vitra.schema.json
+
+    Editors with the YAML language server complete, explain and check it as you type.
+    """
+    from launcher.schema import run_spec_schema
+
+    _print_json(run_spec_schema())
 
 
 def _find(run: str, run_root: str | None) -> RunDir:
@@ -243,6 +454,18 @@ def _exit_code(ending: Ending) -> int:
     if ending.state is RunState.CANCELLED and ending.signal is not None:
         return 128 + ending.signal
     return CheckpointError.exit_code if ending.exit_code == CheckpointError.exit_code else 5
+
+
+@contextmanager
+def _until_nobody_listens() -> Generator[None]:
+    """End quietly where whoever reads stdout has gone: `| head` has ended, or the terminal."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # What is still held back would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(text: str) -> None:

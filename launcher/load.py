@@ -119,6 +119,14 @@ def changed_fields(old: RunSpec, new: RunSpec) -> list[str]:
     return [dotted(loc) for loc in _differences(old.model_dump(), new.model_dump())]
 
 
+def spec_keys() -> list[str]:
+    """The dotted paths of all keys that a spec may have, in its order, those of options apart."""
+    known = list(_keys_of(RunSpec, ()))
+    sections = {dotted(path) for path, _ in known if len(path) == 1}
+    keys = [dotted((*path, name)) for path, names in known for name in names]
+    return [key for key in keys if key not in sections]
+
+
 def dump_overrides(overrides: Sequence[str]) -> bytes:
     """Overrides as a YAML file; `read_overrides` gives them back unchanged."""
     return "".join(f"- {json.dumps(text)}\n" for text in overrides).encode() or b"[]\n"

@@ -137,16 +137,21 @@ def _unreadable_plan(run_dir: RunDir, problem: str) -> StorageError:
 def runs(run_root: Path) -> Iterator[str]:
     """The ids of all runs under a root, newest first by the time in the id.
 
+    Whether a directory is a run is looked at when its turn comes: who wants the newest few of
+    10,000 waits for those alone.
+
     Raises:
         StorageError: the root is there and cannot be read.
     """
     try:
-        names = [entry.name for entry in os.scandir(run_root) if _is_run(Path(entry.path))]
+        with os.scandir(run_root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as err:
         raise StorageError(f"run root {run_root}: {err.strerror}") from err
-    yield from sorted(names, key=_made_at, reverse=True)
+    names.sort(key=_made_at, reverse=True)
+    yield from (name for name in names if _is_run(run_root / name))
 
 
 def find_run(text: str, run_root: Path) -> RunDir:

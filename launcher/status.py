@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +13,9 @@ from trainer.spec.errors import StorageError, VitraError
 from trainer.spec.outcome import Outcome, RankReport, RunState, Verdict
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
+
+#: The states that a run leaves only when a person resumes it.
+FINAL_STATES = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
 
 
 def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, Any]:
@@ -30,6 +33,7 @@ def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, 
     plan = _plan(run_dir)
     events = list(read_lines(run_dir.events))
     alive = lock_holder(run_dir.lock) is not None if supervised is None else supervised
+    state = run_state(record, events, alive=alive, cancelled=run_dir.cancel.exists())
     attempts = [
         _attempt(run_dir, number, events, alive=alive) for number in run_dir.attempt_numbers()
     ]
@@ -42,8 +46,8 @@ def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, 
         "run_id": record.run_id,
         "run_dir": str(run_dir.path),
         "name": record.name,
-        "state": _state(record, events, alive=alive),
-        "reason": _reason(events, attempts, alive=alive),
+        "state": state.value,
+        "reason": _reason(state, events, attempts, alive=alive),
         "job_id": None,
         "attempt": newest["attempt"] if newest else 0,
         "step": step if step is not None else max(steps, default=0),
@@ -115,30 +119,67 @@ def _attempt(
     }
 
 
-def _state(record: RunRecord, events: list[dict[str, Any]], *, alive: bool) -> str:
+def run_state(
+    record: RunRecord, events: Sequence[Mapping[str, Any]], *, alive: bool, cancelled: bool
+) -> RunState:
+    """Where a run stands, from its events, in order.
+
+    `alive`: a supervisor holds the run's lock. `cancelled`: the run's cancel marker is there; with
+    no supervisor left to act on it, it says how the run ended.
+    """
+    if not alive and cancelled and not is_finished(events):
+        return RunState.CANCELLED
     for event in reversed(events):
         match event.get("event"):
             case "finished":
-                return str(event["state"])
+                return RunState(event["state"])
             case "ended":
-                return (RunState.REQUEUED if alive else RunState.UNKNOWN).value
+                return RunState.REQUEUED if alive else RunState.UNKNOWN
             case "attempt" | "resumed":
-                return (RunState.RUNNING if alive else RunState.UNKNOWN).value
+                return RunState.RUNNING if alive else RunState.UNKNOWN
             case _:
                 pass
     if alive:
-        return RunState.RUNNING.value
-    return (RunState.UNKNOWN if record.scheduler == "local" else RunState.QUEUED).value
+        return RunState.RUNNING
+    return RunState.UNKNOWN if record.scheduler == "local" else RunState.QUEUED
 
 
-def _reason(events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool) -> str:
+def is_over(run_dir: RunDir) -> bool:
+    """Whether a run is in a final state, and nobody is about to take it up again.
+
+    Raises:
+        NotFound: no such run. StorageError: its record is damaged.
+    """
+    # The lock first: a supervisor records how the run ended before it lets go of it.
+    alive = lock_holder(run_dir.lock) is not None
+    cancelled = run_dir.cancel.exists()
+    events = list(read_lines(run_dir.events))
+    state = run_state(read_record(run_dir), events, alive=alive, cancelled=cancelled)
+    return not alive and state in FINAL_STATES
+
+
+def is_finished(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run has ended for good and nobody has resumed it since."""
     for event in reversed(events):
-        if event.get("event") == "finished":
-            return str(event["reason"])
-        if event.get("event") in ("attempt", "resumed"):
-            break
+        match event.get("event"):
+            case "finished":
+                return True
+            case "ended" | "attempt" | "resumed":
+                return False
+            case _:
+                pass
+    return False
+
+
+def _reason(
+    state: RunState, events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool
+) -> str:
+    if is_finished(events):
+        return next(str(e["reason"]) for e in reversed(events) if e.get("event") == "finished")
     if alive:
         return "its supervisor is alive"
+    if state is RunState.CANCELLED:
+        return "cancelled; nobody was left to save a checkpoint first"
     return attempts[-1]["reason"] if attempts else "submitted, and nothing has run yet"
 
 

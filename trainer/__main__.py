@@ -1,4 +1,8 @@
-"""`python -P -m trainer RUN_DIR`: what every rank runs. `--probe`: check a spec's components."""
+"""`python -P -m trainer RUN_DIR`: what every rank runs.
+
+`--probe` checks a spec's components, `--export` writes a checkpoint's weights to one file; both
+read a request from stdin and answer with one JSON document.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank, or the probe; returns the exit code."""
-    if arguments == ["--probe"]:
-        return _run_probe()
+    """Run one rank, or answer one request; returns the exit code."""
+    if arguments in (["--probe"], ["--export"]):
+        return _answer(arguments[0])
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        sys.stderr.write("usage: python -P -m trainer RUN_DIR | --probe\n")
+        sys.stderr.write("usage: python -P -m trainer RUN_DIR | --probe | --export\n")
         return 2
     # First of all: a stop that comes while torch is being imported must not be lost, and a rank
     # must not outlive the process that started it.
@@ -35,14 +39,17 @@ def main(arguments: list[str]) -> int:
     return _run_rank(RunDir(Path(arguments[0])), stop)
 
 
-def _run_probe() -> int:
+def _answer(question: str) -> int:
     die_with(parent_pid(os.environ))
     # What components print must not get mixed up with the answer.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        from trainer.probe import probe
+        if question == "--export":
+            from trainer.export import export as carry_out
+        else:
+            from trainer.probe import probe as carry_out
 
-        return probe(sys.stdin.buffer.read(), answer)
+        return carry_out(sys.stdin.buffer.read(), answer)
 
 
 def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:

@@ -13,6 +13,11 @@ TORCH_FREE = {
     "plan": (["plan", "SPEC"], {"torch", "s3fs", "wandb", "submitit", "numpy"}),
     "dry-run": (["submit", "SPEC", "--dry-run"], {"torch", "s3fs", "wandb", "numpy"}),
     "status": (["status", "absent"], {"torch", "s3fs", "wandb", "submitit"}),
+    "ps": (["ps"], {"torch", "s3fs", "wandb", "submitit", "numpy", "fsspec", "yaml"}),
+    "logs": (["logs", "absent"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
+    "schema": (["schema"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
+    "init": (["init", "--list"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
+    "export": (["export", "absent", "--to", "x"], {"torch", "safetensors", "wandb", "submitit"}),
 }
 
 

@@ -201,7 +201,7 @@ class _ShardWriter(StorageWriter):
                 assert item.type != WriteItemType.BYTE_IO, (
                     f"{item.index.fqn}: only tensors go into a checkpoint"
                 )
-                data = _bytes_of(planner.resolve_data(item))
+                data = bytes_of(planner.resolve_data(item))
                 start = -(-end // _ALIGNMENT) * _ALIGNMENT
                 if start > end:
                     yield memoryview(bytes(start - end))
@@ -313,7 +313,8 @@ class _ShardReader(StorageReader):
         return False
 
 
-def _bytes_of(tensor: Any) -> memoryview:
+def bytes_of(tensor: Any) -> memoryview:
+    """The tensor's elements as bytes, in C order; of a contiguous CPU tensor without a copy."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 

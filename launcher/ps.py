@@ -1,0 +1,183 @@
+"""The runs under a run root, a line each: for looking over many of them at once.
+
+A run costs a few small reads here, however long it has trained, and no look at its checkpoints:
+what is shown of them is what the run itself recorded. `vitra status` looks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from launcher.lock import lock_holder
+from launcher.progress import clock_time
+from launcher.registry import read_record, runs
+from launcher.status import run_state
+from trainer.spec.errors import VitraError
+from trainer.spec.outcome import RunState
+from trainer.spec.rundir import AttemptDir, RunDir, read_lines
+
+#: The end of metrics.jsonl that is read: some 40 records.
+_TAIL_BYTES = 16384
+#: The steps whose mean time makes the estimate.
+_RECENT_STEPS = 20
+
+_HEADINGS = ("RUN", "STATE", "ATTEMPT", "STEP", "CHECKPOINT", "NODES", "ETA")
+
+
+def list_runs(run_root: Path, *, limit: int | None) -> dict[str, Any]:
+    """The facts of `vitra ps --json`: the newest `limit` runs (None: all), newest first.
+
+    `more` tells that there are others. A run whose files cannot be read is listed with its
+    `problem`, and what can be known all the same.
+
+    Raises:
+        StorageError: the root is there and cannot be read.
+    """
+    found = runs(run_root)
+    shown = list(found if limit is None else islice(found, limit))
+    return {
+        "run_root": str(run_root),
+        "runs": [_row(RunDir(run_root / run_id)) for run_id in shown],
+        "more": next(found, None) is not None,
+    }
+
+
+def run_lines(facts: Mapping[str, Any]) -> list[str]:
+    """`vitra ps`."""
+    rows = [_HEADINGS, *(_cells(row) for row in facts["runs"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines: list[str] = []
+    for cells, row in zip(rows, (None, *facts["runs"]), strict=True):
+        text = "  ".join(
+            cell.ljust(width) for cell, width in zip(cells, widths, strict=True)
+        ).rstrip()
+        lines.append(f"{text}  {row['problem']}" if row and row["problem"] else text)
+    return lines
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def text(value: object) -> str:
+        return "-" if value is None else str(value)
+
+    total = "?" if row["total_steps"] is None else row["total_steps"]
+    return (
+        row["run_id"],
+        "damaged" if row["attempt"] is None else row["state"],
+        text(row["attempt"]),
+        "-" if row["step"] is None else f"{row['step']}/{total}",
+        text(row["last_checkpoint_step"]),
+        text(row["nodes"]),
+        "-" if row["eta_s"] is None else clock_time(row["eta_s"]),
+    )
+
+
+def _row(run_dir: RunDir) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run_id": run_dir.path.name,
+        "run_dir": str(run_dir.path),
+        "name": None,
+        "state": RunState.UNKNOWN.value,
+        "job_id": None,
+        "attempt": None,
+        "step": None,
+        "total_steps": None,
+        "last_checkpoint_step": None,
+        "nodes": None,
+        "eta_s": None,
+        "problem": None,
+    }
+    try:
+        _fill(row, run_dir)
+    except VitraError as err:
+        row["problem"] = err.message
+    except OSError as err:
+        row["problem"] = f"cannot be read: {err.filename}: {err.strerror}"
+    # Files that were tampered with may hold anything, and must not hide the other runs.
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        row["problem"] = f"its records are damaged: {type(err).__name__}: {err}"
+    return row
+
+
+def _fill(row: dict[str, Any], run_dir: RunDir) -> None:
+    """Add what is known to `row`, as far as it goes."""
+    record = read_record(run_dir)
+    row["name"] = record.name
+    # The lock first: a supervisor records how the run ended before it lets go of it.
+    alive = lock_holder(run_dir.lock) is not None
+    cancelled = run_dir.cancel.exists()
+    events = list(read_lines(run_dir.events))
+    state = run_state(record, events, alive=alive, cancelled=cancelled)
+    row["state"] = state.value
+    row["last_checkpoint_step"] = _last_saved(events)
+    numbers = run_dir.attempt_numbers()
+    row["attempt"] = max(numbers, default=0)
+    step, step_time_s = _progress(run_dir.attempt(numbers[-1])) if numbers else (None, None)
+    row["step"] = _resume_step(events) if step is None else step
+    try:
+        plan = json.loads(run_dir.plan.read_bytes())
+        row["total_steps"], row["nodes"] = plan["total_steps"], plan["nodes"]
+    except (OSError, ValueError, TypeError, KeyError):
+        row["problem"] = "its plan.json cannot be read"
+        return
+    if state is RunState.RUNNING and step_time_s is not None and row["total_steps"] is not None:
+        row["eta_s"] = max(0, row["total_steps"] - row["step"]) * step_time_s
+
+
+def _progress(files: AttemptDir) -> tuple[int | None, float | None]:
+    """An attempt's last finished step and its recent mean step time; None for what is not known."""
+    records = [
+        (int(record["step"]), float(record["step_time_s"])) for record in _last_records(files)
+    ]
+    times = [taken for _, taken in records[-_RECENT_STEPS:]]
+    step = records[-1][0] if records else None
+    # Steps between two records are in the ranks' own reports only, which the outcome sums up.
+    try:
+        ended = json.loads(files.outcome.read_bytes())["last_step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        ended = None
+    return step if ended is None else ended, sum(times) / len(times) if times else None
+
+
+def _last_records(files: AttemptDir) -> Iterable[dict[str, Any]]:
+    """The last records of an attempt's metrics, in order."""
+    try:
+        with files.metrics.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return
+    # The first is cut off where the file is longer, the last where it is just being written.
+    for line in lines[1 if start else 0 : -1]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield cast("dict[str, Any]", record)
+
+
+def _last_saved(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step of the newest checkpoint of those that count, as the run recorded it."""
+    step: int | None = None
+    for event in events:
+        match event.get("event"):
+            case "saved":
+                step = int(event["step"])
+            # Damage may send an attempt further back; from there on only that counts.
+            case "started":
+                step = int(event["step"]) or None
+            case _:
+                pass
+    return step
+
+
+def _resume_step(events: Iterable[Mapping[str, Any]]) -> int:
+    """The step that the newest start went on from."""
+    steps = [int(event["step"]) for event in events if event.get("event") == "started"]
+    return steps[-1] if steps else 0
