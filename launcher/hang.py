@@ -63,7 +63,8 @@ class HangWatch:
         self._looked_at = clock()
         self._idle_s = 0.0
         self._seen: object = None
-        self._first_steps: dict[int, int] = {}
+        self._began_at: int | None = None
+        self._has_stepped = False
 
     def look(
         self, places: Mapping[int, Place], ended: Collection[int], logged_bytes: int
@@ -91,16 +92,26 @@ class HangWatch:
         elif not places:
             limit_s, what = self._limits.patience_s, "no heartbeat came, and no step was logged"
         else:
-            running = (places.get(rank, Place()) for rank in range(self._world_size))
-            limit_s, what = max(self._limit(rank, place) for rank, place in enumerate(running))
+            self._note_steps(places)
+            limit_s, what = max(
+                self._limit(places.get(rank, Place())) for rank in range(self._world_size)
+            )
         return f"{what} within {limit_s:g} s" if self._idle_s > limit_s else None
 
-    def _limit(self, rank: int, place: Place) -> tuple[float, str]:
+    def _note_steps(self, places: Mapping[int, Place]) -> None:
+        steps = [p.step for p in places.values() if p.phase in (Phase.LOADING, Phase.COMPUTING)]
+        if steps and self._began_at is None:
+            self._began_at = min(steps)
+        # Ranks finish a step together, so one that has done so is enough.
+        if self._began_at is not None and max(p.step for p in places.values()) > self._began_at:
+            self._has_stepped = True
+
+    def _limit(self, place: Place) -> tuple[float, str]:
         match place.phase:
-            case Phase.LOADING | Phase.COMPUTING:
-                if place.step == self._first_steps.setdefault(rank, place.step):
-                    return self._limits.first_step_s, "no first step was finished"
+            case Phase.LOADING | Phase.COMPUTING if self._has_stepped:
                 return self._limits.step_s, "no step was finished"
+            case Phase.LOADING | Phase.COMPUTING:
+                return self._limits.first_step_s, "no first step was finished"
             case Phase.SAVING:
                 return self._limits.patience_s, f"step {place.step} was not saved"
             case Phase.EVALUATING:
@@ -221,8 +232,8 @@ def _words(place: Place) -> str:
             return "still starting up"
         case Phase.JOINING:
             return "waiting for the other ranks to join"
-        case Phase.RESTORING:
-            return "restoring a checkpoint"
+        case Phase.PREPARING:
+            return "laying out the model or restoring a checkpoint"
         case Phase.SAVING:
             return f"saving step {place.step}"
         case Phase.LOADING:

@@ -82,6 +82,7 @@ def run(
     model = build_model(plan.spec, data, device)
     pulse.reached(Phase.JOINING, 0)
     group = _process_group(plan, ranks, device)
+    pulse.reached(Phase.PREPARING, 0)
     agree = Agreement(group, pulse.mark)
     records = RunRecords(
         run_dir,

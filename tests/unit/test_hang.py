@@ -89,12 +89,20 @@ def test_the_first_step_of_an_attempt_may_take_longer(ranks: Watched) -> None:
     assert ranks.idle(2) == "no first step was finished within 90 s"
 
 
+def test_a_step_of_one_rank_ends_the_first_one_s_grace(ranks: Watched) -> None:
+    ranks.at(12, Phase.LOADING)
+    assert ranks.idle(1) is None
+    ranks.at(13, Phase.LOADING, ranks=(0,))
+    assert ranks.idle(30) is None
+    assert ranks.idle(2) == "no step was finished within 30 s"
+
+
 @pytest.mark.parametrize(
     ("phase", "what"),
     [
         (Phase.STARTING, "training did not begin"),
         (Phase.JOINING, "training did not begin"),
-        (Phase.RESTORING, "training did not begin"),
+        (Phase.PREPARING, "training did not begin"),
         (Phase.SAVING, "step 3 was not saved"),
         (Phase.EVALUATING, "the model was not evaluated"),
     ],

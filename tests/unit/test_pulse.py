@@ -47,7 +47,7 @@ def test_places_are_in_the_order_in_which_a_rank_passes_them() -> None:
     passed = [
         Place(0, Phase.STARTING),
         Place(0, Phase.JOINING),
-        Place(0, Phase.RESTORING, 5),
+        Place(0, Phase.PREPARING, 5),
         Place(4, Phase.LOADING),
         Place(4, Phase.COMPUTING),
         Place(4, Phase.COMPUTING, 1),
@@ -219,12 +219,18 @@ def test_stacks_of_a_process_that_holds_python_s_lock(tmp_path: Path) -> None:
             assert process.stdout is not None
             process.stdout.readline()
             assert path.read_text() == ""
-            wait_until(lambda: _is_paused(process.pid), "the call")
+            wait_until(lambda: _sleeps(process.pid), "the call")
             os.kill(process.pid, 3)
             wait_until(lambda: "stuck_in_c" in path.read_text(), "the stack")
         finally:
             process.kill()
 
 
-def _is_paused(pid: int) -> bool:
-    return Path(f"/proc/{pid}/syscall").read_text().startswith("34 ")
+def _sleeps(pid: int) -> bool:
+    """Whether a process does nothing, at five looks in a row."""
+
+    def looked() -> str:
+        time.sleep(0.02)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    return all(looked() == "S" for _ in range(5))

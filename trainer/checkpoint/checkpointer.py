@@ -120,7 +120,6 @@ class Checkpointer:
             CorruptCheckpoint: checkpoints were committed once and none is good.
             IncompatibleCheckpoint: the newest good one is of another model.
         """
-        self._pulse.reached(Phase.RESTORING, state.step)
         found = self._agree.from_primary(self._on_primary(self._find))
         candidates: list[CheckpointRef] = found[0]
         must_resume: bool = found[1]
@@ -230,8 +229,10 @@ class Checkpointer:
     def _save(self, strategy: TrainingStrategy, state: TrainState) -> None:
         attempt = self._ranks.attempt
         self._agree_or_raise(self._records.sync)
+        tensors = _tensors_of(strategy)
+        self._pulse.mark()
         written = save_tensors(
-            _tensors_of(strategy),
+            tensors,
             shard_name=shard_name(attempt, self._ranks.rank),
             create=lambda name, parts: self._store.create_file(state.step, name, parts),
             group=self._group,

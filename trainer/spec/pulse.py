@@ -37,7 +37,7 @@ class Phase(IntEnum):
 
     STARTING = 0
     JOINING = 1
-    RESTORING = 2
+    PREPARING = 2
     SAVING = 3
     LOADING = 4
     COMPUTING = 5

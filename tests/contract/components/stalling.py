@@ -1,8 +1,10 @@
 """A data set and a model of a user's own that stall, on one rank, where their options say.
 
-`stall` is what stalls, in which process of rank 1: `open` (the data set), `sample`, `forward`,
-`backward`, `save` or `leave`. `times` is how often, counted over all attempts by the length of the
-file `counter`; `for_s` how long, null for ever. The first `after` times are good.
+`stall` lists where rank 1 stalls for ever, attempt by attempt, counted by the length of the file
+`counter`: in `open` (the data set), `sample`, `forward`, `backward`, `save` or `leave`. In each
+attempt the first `after` times are good.
+
+With `slow_s` these places take so many seconds on rank 1.
 """
 
 from __future__ import annotations
@@ -30,44 +32,45 @@ _COUNTER = Path("counter")
 
 
 class Stall:
-    def __init__(self, where: str | None, options: Mapping[str, Any]) -> None:
-        self._where = where
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        count = _COUNTER.stat().st_size
+        self._where = dict(enumerate(options.get("stall", []))).get(count)
         self._after = options.get("after", 0)
-        self._times = options.get("times", 1)
-        self._for_s = options.get("for_s")
+        self._slow_s = options.get("slow_s", {})
         self._passed = 0
 
-    def __call__(self, where: str) -> None:
-        """Stall here, if this is the place, the rank and the time for it."""
-        if where != self._where or os.environ.get("RANK") != "1":
-            return
+    def begins(self, where: str) -> bool:
+        """Whether to stall here, now."""
+        if self._where != where or os.environ.get("RANK") != "1":
+            return False
         self._passed += 1
-        if self._passed <= self._after or _COUNTER.stat().st_size >= self._times:
-            return
-        with _COUNTER.open("a") as file:
-            file.write("x")
-        if self._for_s is None:
+        return self._passed > self._after
+
+    def __call__(self, where: str) -> None:
+        if os.environ.get("RANK") == "1":
+            time.sleep(self._slow_s.get(where, 0.0))
+        if self.begins(where):
             a_call_that_never_returns()
-        else:
-            time.sleep(self._for_s)
 
 
 def a_call_that_never_returns() -> None:
+    with _COUNTER.open("a") as file:
+        file.write("x")
     threading.Event().wait()
 
 
-_KEYS = ("stall", "after", "times", "for_s")
+_KEYS = ("stall", "after", "slow_s")
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], Stall]:
     rest = {name: value for name, value in options.items() if name not in _KEYS}
-    return rest, Stall(options.get("stall"), options)
+    return rest, Stall(options)
 
 
 def build_data(options: Mapping[str, Any], seed: int) -> StallingData:
     rest, stall = _split(options)
     stall("open")
-    if options.get("stall") == "leave" and os.environ.get("RANK") == "1":
+    if stall.begins("leave"):
         # Flushed when everything is done, just before the process ends.
         sys.stdout = _NeverFlushed()
     return StallingData(SyntheticOptions.model_validate(rest), seed, stall)
@@ -100,7 +103,8 @@ class StallingModel(Vla):
         return loss
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._stall("save")
+        if kwargs.get("keep_vars"):  # as a save asks for it, and DDP does not
+            self._stall("save")
         return super().state_dict(*args, **kwargs)
 
 
