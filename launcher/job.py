@@ -93,7 +93,10 @@ class Supervisor:
             with suppress(OSError):
                 self._finish(RunState.FAILED, Verdict.ERROR, str(err))
             if isinstance(err, OSError):
-                raise StorageError(f"run directory {self._run_dir.path}: {err}") from err
+                raise StorageError(
+                    f"run directory: {err.filename or self._run_dir.path}: {err.strerror}",
+                    "no checkpoint is lost by that: mend it, then go on with `vitra resume`",
+                ) from err
             raise
 
     def _attempts(self) -> Ending:

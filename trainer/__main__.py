@@ -23,6 +23,8 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 500
 #: How torch's DataLoader passes on what a worker raised, not always in the class that it was.
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
+#: What torch says of a data worker that was killed, at times only of the cause of what it raises.
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
 
 
 def main(arguments: list[str]) -> int:
@@ -121,6 +123,12 @@ def _name_of(error: BaseException) -> str:
 
 def _line_of(error: BaseException) -> str:
     """What an error says, in one line."""
+    killed = _WORKER_KILLED.search(f"{error} {error.__cause__}")
+    if killed:
+        return (
+            f"data worker (process {killed[1]}) was killed by signal: {killed[2]}; from outside, "
+            "or by the kernel when memory ran out"
+        )
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     # An error of a data worker comes with a traceback, and says what it is at its end.
     line = lines[-1] if _IN_WORKER.match(lines[0]) else lines[0]
