@@ -23,6 +23,12 @@ _NEVER_RETRIED = frozenset(
         "PlanError",
     )
 )
+#: What a rank's error says when it is another rank that has gone (gloo, and NCCL).
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process exited",
+)
 #: torch's error where the port for the ranks' rendezvous is in use, and how its message tells.
 _RENDEZVOUS_ERROR = "DistNetworkError"
 _PORT_TAKEN = "EADDRINUSE"
@@ -55,8 +61,9 @@ def judge(
     rank that had nothing left to do but to leave: if it was killed then, nothing is lost.
 
     The rank to blame is the first that failed by itself: its peers fail a moment later, when they
-    lose it. Ranks that saved (75) or finished (0) are not to blame, unless one claims to have
-    finished early.
+    lose it. That they say so counts for more than the times, which lie too close together for
+    that on a busy machine. Ranks that saved (75) or finished (0) are not to blame, unless one
+    claims to have finished early.
     """
     codes = {rank: _code(end) for rank, end in exits.items()}
     last_steps = {rank: report.last_step for rank, report in reports.items()}
@@ -78,7 +85,7 @@ def judge(
 
     if hang is not None:
         return _hung(hang, exits, codes)
-    rank = min(to_blame, key=lambda r: (exits[r].ended_at, r))
+    rank = min(to_blame, key=lambda r: (_lost_a_peer(reports.get(r)), exits[r].ended_at, r))
     end, report = exits[rank], reports.get(rank)
     where = f"rank {rank} on {end.node}"
 
@@ -195,3 +202,7 @@ def _code(end: RankExit) -> int:
 
 def _reached(step: int | None, total_steps: int | None) -> bool:
     return step is not None and step >= (total_steps or 0)
+
+
+def _lost_a_peer(report: RankReport | None) -> bool:
+    return report is not None and any(words in (report.message or "") for words in _PEER_IS_GONE)

@@ -136,3 +136,5 @@ def show_stacks_when_asked(path: Path) -> None:
 
     signal.signal(STACK_SIGNAL, ask_data_workers)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=True)
+    # Blocked by whoever started this process, so that it could not be killed by an early one.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
