@@ -189,8 +189,8 @@ def test_the_last_save_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:
     """All is trained, and nothing is saved: that is no success."""
     live = LiveRun(
         vitra,
-        train__max_steps=300,
-        checkpoint__save_interval=299,
+        train__max_steps=150,
+        checkpoint__save_interval=149,
         checkpoint__uri=str(small_disk / "{run_id}"),
     )
     try:
@@ -205,7 +205,7 @@ def test_the_last_save_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:
         live.end()
     assert (failed["state"], failed["last_checkpoint_step"]) == ("failed", None)
     assert "No space left" in failed["reason"]
-    assert live.status()["last_checkpoint_step"] == 300
+    assert live.status()["last_checkpoint_step"] == 150
 
 
 def test_records_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:
