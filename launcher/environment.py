@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainer.spec.plan import Plan
+from trainer.spec.pulse import PULSE_VARIABLE
 from trainer.spec.ranks import LAUNCH_VARIABLES
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
@@ -12,7 +13,14 @@ from trainer.spec.rundir import RunDir
 #: Left over in a shell from another launcher or allocation, these send ranks looking for strangers.
 _STALE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_")
 _STALE_NAMES = frozenset(
-    (*LAUNCH_VARIABLES, "VITRA_PARENT_PID", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    (
+        *LAUNCH_VARIABLES,
+        PULSE_VARIABLE,
+        "VITRA_PARENT_PID",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+    )
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -12,6 +13,8 @@ from types import FrameType
 
 from pydantic import ValidationError
 
+from launcher.hang import Hang, HangGuard, Limits
+from launcher.heartbeat import Heartbeats
 from launcher.judge import Decision, Finding, PastAttempt, decide, judge
 from launcher.progress import Progress
 from launcher.schedulers.base import RankGroup, RankLauncher
@@ -19,6 +22,7 @@ from launcher.status import finished_steps
 from trainer.spec.errors import StorageError, VitraError
 from trainer.spec.outcome import EXIT_SAVED, Outcome, RankExit, RankReport, RunState, Verdict
 from trainer.spec.plan import Plan
+from trainer.spec.pulse import Phase
 from trainer.spec.rundir import (
     AttemptDir,
     LineLog,
@@ -55,6 +59,8 @@ class Supervisor:
         launcher: what starts ranks.
         progress: told about every finished step.
         job_id: the scheduler's, recorded with each attempt.
+        limits: when ranks count as hung; None: what follows from the plan's retry.hang_timeout_s.
+        clock: gives seconds, and never goes back.
     """
 
     def __init__(
@@ -64,11 +70,15 @@ class Supervisor:
         progress: Progress,
         *,
         job_id: str | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
         self._launcher = launcher
         self._progress = progress
         self._job_id = job_id
+        self._limits = limits
+        self._clock = clock
         self._signals: list[int] = []
 
     def run(self) -> Ending:
@@ -86,7 +96,10 @@ class Supervisor:
             with suppress(OSError):
                 self._finish(RunState.FAILED, Verdict.ERROR, str(err))
             if isinstance(err, OSError):
-                raise StorageError(f"run directory {self._run_dir.path}: {err}") from err
+                raise StorageError(
+                    f"run directory: {err.filename or self._run_dir.path}: {err.strerror}",
+                    "no checkpoint is lost by that: mend it, then go on with `vitra resume`",
+                ) from err
             raise
 
     def _attempts(self) -> Ending:
@@ -120,25 +133,37 @@ class Supervisor:
         append_event(
             self._run_dir, "attempt", attempt=attempt, resume_step=resume, job_id=self._job_id
         )
-        with LineLog(files.supervisor_log) as log:
+        with (
+            LineLog(files.supervisor_log) as log,
+            Heartbeats(self._launcher.address, plan.world_size) as heartbeats,
+        ):
             note = _Notes(log)
             note(f"attempt {attempt}: {plan.world_size} ranks, checkpoint to resume from: {resume}")
             self._progress.attempt(plan, files, attempt, resume)
-            group = self._launcher.start(self._run_dir, plan, attempt)
+            group = self._launcher.start(self._run_dir, plan, attempt, heartbeats.environment())
+            limits = self._limits or Limits.of(plan.spec.retry.hang_timeout_s)
+            guard = HangGuard(plan.world_size, limits, files, heartbeats, self._clock)
             try:
-                exits = self._watch(group, plan, note)
+                exits, hang = self._watch(group, plan, guard, note)
             except BaseException:
                 group.kill()
                 raise
+            places = heartbeats.places()
             reports = _read_reports(files, plan.world_size)
             finding = judge(
                 exits,
                 reports,
                 total_steps=plan.total_steps,
                 stop_asked=bool(self._signals) or self._cancelled(),
+                hang=hang,
+                done={r: place.step for r, place in places.items() if place.phase is Phase.DONE},
             )
             note(f"verdict {finding.verdict}: {finding.reason}")
-        first, last = finished_steps(self._run_dir, attempt, reports)
+        for stacks in files.logs.glob("*.stack"):
+            if not stacks.stat().st_size:
+                stacks.unlink()  # made by each rank, filled only by one that was asked
+        heard = max((place.step for place in places.values()), default=0)
+        first, last = finished_steps(self._run_dir, attempt, reports, heard)
         outcome = Outcome(
             attempt=attempt,
             verdict=finding.verdict,
@@ -185,18 +210,21 @@ class Supervisor:
         return claim.attempt, claim.resume_step
 
     def _watch(
-        self, group: RankGroup, plan: Plan, note: Callable[[str], None]
-    ) -> dict[int, RankExit]:
-        """Wait for every rank to end; passes stops on, and ends the rest when one has failed."""
+        self, group: RankGroup, plan: Plan, guard: HangGuard, note: Callable[[str], None]
+    ) -> tuple[dict[int, RankExit], Hang | None]:
+        """Wait for every rank to end.
+
+        Passes stops on, ends the rest when one has failed, and all when they hang: then also
+        returns how.
+        """
         passed_on = 0
         failed_at: float | None = None
-        asked_at: float | None = None
         while True:
             exits = group.poll()
             self._progress.poll()
             if len(exits) == plan.world_size:
-                return exits
-            now = time.monotonic()
+                return exits, None
+            now = self._clock()
             asked = len(self._signals) + self._cancelled()
             if asked > passed_on:
                 if passed_on == 0:
@@ -208,22 +236,25 @@ class Supervisor:
                         "stopping: saving a checkpoint first (once more to stop at once)"
                     )
                     group.ask_to_stop()
-                    asked_at = now
                 if len(self._signals) > 1:
                     note("stop asked for again: ending the ranks")
                     self._progress.message("stopping at once")
-                    group.kill()
+                    return _end(group, plan, note), None
                 passed_on = asked
-            if asked_at is not None and now - asked_at > plan.spec.retry.hang_timeout_s:
-                note("the ranks did not leave in time: ending them")
-                group.kill()
             failed = [r for r, end in exits.items() if end.exit_code not in (0, EXIT_SAVED)]
             if failed and failed_at is None:
                 failed_at = now
                 note(f"rank {failed[0]} failed; its peers have {_PEERS_LEAVE_S:g} s to leave")
-            if failed_at is not None and now - failed_at > _PEERS_LEAVE_S:
-                note("ending the remaining ranks")
-                group.kill()
+            if failed_at is not None:
+                if now - failed_at > _PEERS_LEAVE_S:
+                    note("ending the remaining ranks")
+                    return _end(group, plan, note), None
+            elif (stalled := guard.look(exits)) is not None:
+                note(f"{stalled}: taking the ranks' stacks, then ending them")
+                self._progress.message(f"{stalled}: the ranks hang, and are ended")
+                hang = guard.examine(group, stalled)
+                self._progress.message(f"their stacks are in {guard.stacks}")
+                return _end(group, plan, note), hang
             time.sleep(_POLL_S)
 
     def _cancelled(self) -> bool:
@@ -257,6 +288,19 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _end(group: RankGroup, plan: Plan, note: Callable[[str], None]) -> dict[int, RankExit]:
+    """End every rank that still runs; returns how all ended."""
+    group.kill()
+    exits = group.poll()
+    for rank in set(range(plan.world_size)) - exits.keys():
+        # It dies when it comes out of the kernel; what it saves then counts for no later attempt.
+        note(f"rank {rank} does not die: it waits inside the kernel")
+        exits[rank] = RankExit(
+            rank=rank, node=os.uname().nodename, signal=signal.SIGKILL, ended_at=time.time()
+        )
+    return exits
 
 
 class _Notes:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launcher.hang import Hang
 from trainer.spec.outcome import EXIT_FENCED, EXIT_SAVED, RankExit, RankReport, RunState, Verdict
 from trainer.spec.run import RetrySpec
 
@@ -51,8 +52,13 @@ def judge(
     *,
     total_steps: int | None,
     stop_asked: bool,
+    hang: Hang | None = None,
+    done: Mapping[int, int] | None = None,
 ) -> Finding:
     """Judge an attempt of which every rank has ended, by how each rank ended.
+
+    `hang` is why the supervisor ended ranks that would not end; `done` holds the last step of each
+    rank that had nothing left to do but to leave: if it was killed then, nothing is lost.
 
     The rank to blame is the first that failed by itself: its peers fail a moment later, when they
     lose it. That they say so counts for more than the times, which lie too close together for
@@ -60,9 +66,12 @@ def judge(
     claims to have finished early.
     """
     codes = {rank: _code(end) for rank, end in exits.items()}
-    finished = [
-        r for r, c in codes.items() if c == 0 and _reached_the_end(reports.get(r), total_steps)
-    ]
+    last_steps = {rank: report.last_step for rank, report in reports.items()}
+    for rank, step in (done or {}).items():
+        if exits[rank].signal == signal.SIGKILL:
+            last_steps[rank] = step
+            codes[rank] = 0 if step >= (total_steps or 0) else EXIT_SAVED
+    finished = [r for r, c in codes.items() if c == 0 and _reached(last_steps.get(r), total_steps)]
     if len(finished) == len(codes):
         ranks = "the one rank" if len(codes) == 1 else f"all {len(codes)} ranks"
         return Finding(Verdict.COMPLETED, f"{ranks} reached step {total_steps}", 0)
@@ -71,9 +80,11 @@ def judge(
         reason = "all ranks saved and stopped as they were asked"
         return Finding(Verdict.CANCELLED, reason, EXIT_SAVED)
     if stop_asked and all(c > 128 or c == EXIT_SAVED for c in codes.values()):
-        reason = "stopped before the ranks could save"
+        reason = "stopped before the ranks could save" + (f"; {hang.stalled}" if hang else "")
         return Finding(Verdict.CANCELLED, reason, max(codes.values()))
 
+    if hang is not None:
+        return _hung(hang, exits, codes)
     rank = min(to_blame, key=lambda r: (_lost_a_peer(reports.get(r)), exits[r].ended_at, r))
     end, report = exits[rank], reports.get(rank)
     where = f"rank {rank} on {end.node}"
@@ -92,6 +103,18 @@ def judge(
     if codes[rank] == EXIT_FENCED:
         return blame(Verdict.ERROR, "a newer attempt owns the run", "Fenced")
     return blame(Verdict.ERROR, f"{where} exited with code {codes[rank]}")
+
+
+def _hung(hang: Hang, exits: Mapping[int, RankExit], codes: Mapping[int, int]) -> Finding:
+    if not hang.ranks:
+        return Finding(Verdict.HANG, f"{hang.stalled}: all ranks {hang.why}")
+    rank = hang.ranks[0]
+    where = f"rank {rank} on {exits[rank].node}"
+    if len(hang.ranks) > 1:
+        where += f" (and {', '.join(str(other) for other in hang.ranks[1:])})"
+    return Finding(
+        Verdict.HANG, f"{hang.stalled}: {where} {hang.why}", codes[rank], rank, exits[rank].node
+    )
 
 
 @dataclass(frozen=True)
@@ -177,13 +200,9 @@ def _code(end: RankExit) -> int:
     return end.exit_code if end.exit_code is not None else 128 + (end.signal or 0)
 
 
+def _reached(step: int | None, total_steps: int | None) -> bool:
+    return step is not None and step >= (total_steps or 0)
+
+
 def _lost_a_peer(report: RankReport | None) -> bool:
     return report is not None and any(words in (report.message or "") for words in _PEER_IS_GONE)
-
-
-def _reached_the_end(report: RankReport | None, total_steps: int | None) -> bool:
-    return (
-        report is not None
-        and report.last_step is not None
-        and report.last_step >= (total_steps or 0)
-    )

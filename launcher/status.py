@@ -59,11 +59,12 @@ def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, 
 
 
 def finished_steps(
-    run_dir: RunDir, attempt: int, reports: Mapping[int, RankReport]
+    run_dir: RunDir, attempt: int, reports: Mapping[int, RankReport], heard: int = 0
 ) -> tuple[int | None, int | None]:
     """First and last finished step of an attempt; (None, None) if it finished none.
 
-    `reports` are the ranks' own, where they have ended: they know of steps that were not logged.
+    `reports` are the ranks' own, where they have ended, and `heard` the last step in a heartbeat:
+    both know of steps that were not logged.
     """
     # The step really gone on from: damage may send the ranks further back than the claim says.
     start = next(
@@ -78,7 +79,7 @@ def finished_steps(
         return None, None
     logged = [int(record["step"]) for record in read_lines(run_dir.attempt(attempt).metrics)]
     reported = [r.last_step for r in reports.values() if r.last_step is not None]
-    last = max([start, *logged, *reported])
+    last = max([start, heard, *logged, *reported])
     return (start + 1, last) if last > start else (None, None)
 
 

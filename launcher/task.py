@@ -1,7 +1,7 @@
 """`python -P -m launcher.task RUN_DIR`: watches over one rank. Standard library only.
 
 The scheduler signals the process that it started, and some clusters only that one. So each rank
-has this small parent: it starts the trainer, passes stop signals on once each, and records how the
+has this small parent: it starts the trainer, passes signals on once each, and records how the
 trainer ended, which a killed process cannot do itself. It dies with the supervisor, and the trainer
 with it.
 """
@@ -15,13 +15,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from trainer.spec.rundir import RunDir, write_atomic
 
 _PR_SET_PDEATHSIG = 1
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR2)
+#: To stop, and (QUIT) to show what it is doing.
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGQUIT)
 
 
 def main(arguments: list[str]) -> int:
@@ -48,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Forwarder:
-    """Passes each stop signal to the trainer once, also one that comes before it is there."""
+    """Passes each signal to the trainer once, also one that comes before it is there."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -84,7 +86,12 @@ def _record(run_dir: RunDir, code: int) -> None:
         "signal": -code if code < 0 else None,
         "ended_at": time.time(),
     }
-    write_atomic(path, json.dumps(record).encode())
+    try:
+        write_atomic(path, json.dumps(record).encode())
+    except OSError as err:
+        # A disk that is full: the supervisor still sees the code that this process exits with.
+        with suppress(OSError):
+            sys.stderr.write(f"cannot write {path}: {err}\n")
 
 
 def _die_with_parent() -> None:

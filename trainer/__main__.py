@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,10 +20,13 @@ from trainer.spec.outcome import RankReport
 from trainer.spec.rundir import RunDir, write_atomic
 from trainer.state import TrainState
 from trainer.stop import StopFlag
+from trainer.watchdog import Pulse, show_stacks_when_asked
 
 _LONGEST_MESSAGE = 500
 #: How torch's DataLoader passes on what a worker raised, not always in the class that it was.
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
+#: What torch says of a data worker that was killed, at times only of the cause of what it raises.
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
 
 
 def main(arguments: list[str]) -> int:
@@ -62,20 +66,29 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
         format=f"%(asctime)s rank {rank} %(levelname)s: %(message)s",
     )
     logging.captureWarnings(True)
+    pulse = Pulse.from_environ(os.environ)
+    is_rank = rank.isdigit() and attempt.isdigit()
+    if is_rank:
+        try:
+            show_stacks_when_asked(run_dir.attempt(int(attempt)).stack(int(rank)))
+        except OSError as err:
+            logging.getLogger(__name__).warning("a hang would leave no stacks here: %s", err)
     state = TrainState()
     keep: list[object] = []
     error: BaseException | None = None
     try:
         from trainer.worker import run
 
-        code = run(run_dir, os.environ, stop, state, keep)
+        code = run(run_dir, os.environ, stop, state, keep, pulse)
     except VitraError as err:
         logging.getLogger(__name__).error("%s: %s", type(err).__name__, err)
         error, code = err, err.exit_code
     except BaseException as err:  # noqa: BLE001 - the supervisor is told, whatever it was
-        traceback.print_exc()
+        with suppress(OSError):
+            traceback.print_exc()
         error, code = err, 1
-    if rank.isdigit() and attempt.isdigit():
+    pulse.close()
+    if is_rank:
         report = RankReport(
             rank=int(rank),
             exit_code=code,
@@ -87,14 +100,19 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
         try:
             write_atomic(path, report.model_dump_json().encode())
         except OSError as err:
-            sys.stderr.write(f"cannot write {path}: {err}\n")
+            with suppress(OSError):
+                sys.stderr.write(f"cannot write {path}: {err}\n")
     _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process at once: no destructor, data worker or other thread may hold it up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End the process at once: no destructor, data worker or other thread may hold it up.
+
+    The exit code gets through even where the log is on a disk that is full.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -110,6 +128,12 @@ def _name_of(error: BaseException) -> str:
 
 def _line_of(error: BaseException) -> str:
     """What an error says, in one line."""
+    killed = _WORKER_KILLED.search(f"{error} {error.__cause__}")
+    if killed:
+        return (
+            f"data worker (process {killed[1]}) was killed by signal: {killed[2]}; from outside, "
+            "or by the kernel when memory ran out"
+        )
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     # An error of a data worker comes with a traceback, and says what it is at its end.
     line = lines[-1] if _IN_WORKER.match(lines[0]) else lines[0]

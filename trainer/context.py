@@ -15,6 +15,7 @@ from trainer.spec.plan import Plan
 from trainer.spec.ranks import RankInfo
 from trainer.state import TrainState
 from trainer.stop import StopFlag
+from trainer.watchdog import Pulse
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,4 @@ class TrainContext:
     checkpoints: Checkpointer
     state: TrainState = field(default_factory=TrainState)
     clock: Callable[[], float] = time.monotonic
+    pulse: Pulse = field(default_factory=Pulse)

@@ -13,6 +13,7 @@ from trainer.context import TrainContext
 from trainer.data.loader import StepInput, reseed
 from trainer.metrics import StepMetrics, VLAMetrics
 from trainer.spec.errors import NonFiniteLoss
+from trainer.spec.pulse import Phase
 
 if TYPE_CHECKING:
     from trainer.strategies.base import TrainingStrategy
@@ -45,7 +46,9 @@ def train(
     if agree.any(ctx.stop.raised):
         return LoopEnd.STOPPED
     began = ctx.clock()
+    ctx.pulse.reached(Phase.LOADING, state.step)
     for inputs in steps:
+        ctx.pulse.reached(Phase.COMPUTING, state.step)
         assert inputs.step == state.step + 1, f"input of step {inputs.step} after step {state.step}"
         lr = strategy.begin_step()
         # Counted before the first backward pass, from the masks alone: dividing by the global count
@@ -99,4 +102,5 @@ def train(
             began = ctx.clock()
         if stops and not is_end:
             return LoopEnd.STOPPED
+        ctx.pulse.reached(Phase.LOADING, state.step)
     return LoopEnd.FINISHED

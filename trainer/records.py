@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.spec.errors import StorageError
 from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import LineLog, RunDir, append_event, json_line, read_lines, write_atomic
 
@@ -16,6 +19,9 @@ class RunRecords:
     Metrics are written by the primary rank only, to metrics.jsonl of the run and of the attempt;
     sample ids by each rank to its own file. Lines of steps beyond the resume step belong to work
     that no longer counts: `rebuild` drops them before the attempt's first step.
+
+    All but `sync` raise StorageError, which names the file, where one cannot be written: what a
+    run says of itself is part of its result, so it ends there and can be resumed.
     """
 
     def __init__(
@@ -34,27 +40,31 @@ class RunRecords:
         Files of ranks beyond the present world are cut as well: they hold what an attempt of
         another size trained.
         """
-        for path in (self._run_dir.metrics, *self._run_dir.sample_files()):
-            _keep_up_to(path, resume_step)
+        with _written():
+            for path in (self._run_dir.metrics, *self._run_dir.sample_files()):
+                _keep_up_to(path, resume_step)
 
     def open(self) -> None:
         """Open the files for appending; after `rebuild` has finished on the primary rank."""
-        if self._ranks.is_primary:
-            attempt = self._run_dir.attempt(self._ranks.attempt)
-            self._metrics = [LineLog(self._run_dir.metrics), LineLog(attempt.metrics)]
-        if self._sample_ids:
-            self._samples = LineLog(self._run_dir.samples(self._ranks.rank))
+        with _written():
+            if self._ranks.is_primary:
+                attempt = self._run_dir.attempt(self._ranks.attempt)
+                self._metrics = [LineLog(self._run_dir.metrics), LineLog(attempt.metrics)]
+            if self._sample_ids:
+                self._samples = LineLog(self._run_dir.samples(self._ranks.rank))
 
     def step(self, record: dict[str, Any]) -> None:
         """Append one step's metrics, when it is due by the log interval."""
         if record["step"] % self._log_interval == 0:
-            for log in self._metrics:
-                log.append(record)
+            with _written():
+                for log in self._metrics:
+                    log.append(record)
 
     def samples(self, step: int, ids: list[int]) -> None:
         """Append the ids of the samples that this rank trained in `step`."""
         if self._samples is not None:
-            self._samples.append({"step": step, "ids": ids})
+            with _written():
+                self._samples.append({"step": step, "ids": ids})
 
     def sync(self) -> None:
         """Make everything written durable: a checkpoint must not outlive the records before it."""
@@ -64,7 +74,19 @@ class RunRecords:
     def event(self, event: str, **details: Any) -> None:
         """Append one event to events.jsonl, on the primary rank."""
         if self._ranks.is_primary:
-            append_event(self._run_dir, event, attempt=self._ranks.attempt, **details)
+            with _written():
+                append_event(self._run_dir, event, attempt=self._ranks.attempt, **details)
+
+
+@contextmanager
+def _written() -> Generator[None]:
+    try:
+        yield
+    except OSError as err:
+        raise StorageError(
+            f"{err.filename or 'a record'} cannot be written: {err.strerror}",
+            "nothing that was saved is lost: make room, then go on with `vitra resume`",
+        ) from err
 
 
 def _keep_up_to(path: Path, step: int) -> None:

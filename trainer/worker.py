@@ -32,6 +32,7 @@ from trainer.records import RunRecords
 from trainer.spec.errors import DataError, RankMismatch
 from trainer.spec.outcome import EXIT_SAVED
 from trainer.spec.plan import Plan
+from trainer.spec.pulse import Phase, patience_s
 from trainer.spec.ranks import RankInfo
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
@@ -40,11 +41,13 @@ from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
 from trainer.strategies.build import get_train_strategy
+from trainer.watchdog import Pulse
 
 log = logging.getLogger(__name__)
 
-# Ranks of one run start within seconds of each other; saving and loading happen under it too.
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+#: Beyond every limit of the supervisor's, which judges a hang and names who is to blame; what a
+#: collective says when it times out names nobody.
+_COLLECTIVE_EXTRA = timedelta(minutes=15)
 
 
 def run(
@@ -53,6 +56,7 @@ def run(
     stop: StopFlag,
     state: TrainState,
     keep: list[object],
+    pulse: Pulse,
 ) -> int:
     """Train the run in `run_dir` as the rank that `environ` describes; returns the exit code.
 
@@ -76,8 +80,10 @@ def run(
             "the order of samples depends on their number: restore the data, or submit a new run",
         )
     model = build_model(plan.spec, data, device)
-    group = _process_group(ranks, device)
-    agree = Agreement(group)
+    pulse.reached(Phase.JOINING, 0)
+    group = _process_group(plan, ranks, device)
+    pulse.reached(Phase.PREPARING, 0)
+    agree = Agreement(group, pulse.mark)
     records = RunRecords(
         run_dir,
         ranks,
@@ -92,8 +98,9 @@ def run(
         agree=agree,
         group=group,
         records=records,
+        pulse=pulse,
     )
-    ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state)
+    ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state, pulse=pulse)
     strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
     strategy.run_setup(run_dir.path, len(data))
     keep += [group, strategy]
@@ -126,9 +133,12 @@ def run(
         log.info(
             "stopped as asked; the newest checkpoint is that of step %s", checkpoints.saved_step
         )
+        pulse.reached(Phase.DONE, state.step)
         return EXIT_SAVED
+    pulse.reached(Phase.EVALUATING, state.step)
     _evaluate(model, data, plan, ctx)
     agree.barrier()
+    pulse.reached(Phase.DONE, state.step)
     return 0
 
 
@@ -210,7 +220,7 @@ def _prepare_torch(plan: Plan, ranks: RankInfo) -> torch.device:
     return device
 
 
-def _process_group(ranks: RankInfo, device: torch.device) -> dist.ProcessGroup | None:
+def _process_group(plan: Plan, ranks: RankInfo, device: torch.device) -> dist.ProcessGroup | None:
     """Join the other ranks; returns a gloo group for agreements, None in a world of one on CPU.
 
     The groups are never destroyed: when all ranks have agreed that they are done, each just leaves.
@@ -222,7 +232,7 @@ def _process_group(ranks: RankInfo, device: torch.device) -> dist.ProcessGroup |
         init_method=f"tcp://{ranks.master_addr}:{ranks.master_port}",
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=timedelta(seconds=patience_s(plan.spec.retry.hang_timeout_s)) + _COLLECTIVE_EXTRA,
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cpu":

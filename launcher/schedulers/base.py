@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from trainer.spec.outcome import RankExit
@@ -20,12 +21,26 @@ class RankGroup(Protocol):
         """Have every rank save and exit with 75."""
         ...
 
+    def ask_for_stacks(self) -> None:
+        """Have every rank write what its threads are doing to its stack file."""
+        ...
+
     def kill(self) -> None:
-        """End every rank and what it started, now. Returns once they are reaped."""
+        """End every rank and what it started, now.
+
+        Returns once they are reaped, or after a while: the kernel may hold a process up.
+        """
         ...
 
 
 class RankLauncher(Protocol):
-    """Starts the ranks of an attempt."""
+    """Starts the ranks of an attempt. `address` is how they reach this host."""
 
-    def start(self, run_dir: RunDir, plan: Plan, attempt: int) -> RankGroup: ...
+    @property
+    def address(self) -> str: ...
+
+    def start(
+        self, run_dir: RunDir, plan: Plan, attempt: int, more: Mapping[str, str]
+    ) -> RankGroup:
+        """Start them all; `more` are variables that every rank finds in its environment."""
+        ...

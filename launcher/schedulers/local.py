@@ -39,9 +39,15 @@ class LocalLauncher:
         self._environ = environ
         self._working_dir = working_dir
 
-    def start(self, run_dir: RunDir, plan: Plan, attempt: int) -> LocalRanks:
+    @property
+    def address(self) -> str:
+        return _ADDRESS
+
+    def start(
+        self, run_dir: RunDir, plan: Plan, attempt: int, more: Mapping[str, str]
+    ) -> LocalRanks:
         port = free_port()
-        common = rank_environment(self._environ, plan, run_dir, attempt)
+        common = {**rank_environment(self._environ, plan, run_dir, attempt), **more}
         working_dir = self._working_dir if self._working_dir.is_dir() else run_dir.path
         processes: list[shell.Process] = []
         group = LocalRanks(run_dir, attempt, processes)
@@ -82,6 +88,9 @@ class LocalRanks:
 
     def ask_to_stop(self) -> None:
         self._signal(signal.SIGUSR2, whole_tree=False)
+
+    def ask_for_stacks(self) -> None:
+        self._signal(signal.SIGQUIT, whole_tree=False)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL, whole_tree=True)

@@ -42,6 +42,7 @@ def test_stale_variables_are_dropped() -> None:
         "PMI_RANK": "1",
         "OMPI_COMM_WORLD_RANK": "1",
         "VITRA_PARENT_PID": "1",
+        "VITRA_PULSE": "127.0.0.1 1 00",
     }
     kept = {"PATH": "/bin", "HOME": "/root", "RANKING": "x", "NCCL_DEBUG": "INFO"}
     assert without_stale(stale | kept) == kept

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 
+from launcher.hang import Hang
 from launcher.judge import Finding, PastAttempt, decide, judge
 from trainer.spec.outcome import EXIT_FENCED, EXIT_SAVED, RankExit, RankReport, RunState, Verdict
 from trainer.spec.run import RetrySpec
@@ -25,7 +27,12 @@ class End:
     said: str = "what it said"
 
 
-def judged(*ends: End, stop_asked: bool = False) -> Finding:
+def judged(
+    *ends: End,
+    stop_asked: bool = False,
+    hang: Hang | None = None,
+    done: Mapping[int, int] | None = None,
+) -> Finding:
     exits, reports = {}, {}
     for rank, end in enumerate(ends):
         killed = end.code < 0
@@ -44,7 +51,7 @@ def judged(*ends: End, stop_asked: bool = False) -> Finding:
                 message=end.said,
                 last_step=end.step,
             )
-    return judge(exits, reports, total_steps=TOTAL, stop_asked=stop_asked)
+    return judge(exits, reports, total_steps=TOTAL, stop_asked=stop_asked, hang=hang, done=done)
 
 
 DONE = End(0, step=TOTAL)
@@ -124,6 +131,49 @@ def test_judge(
     assert finding.failed_rank == rank
     assert finding.failed_node == (None if rank is None else f"node{rank}")
     assert finding.reason
+
+
+def test_a_hang_is_blamed_on_the_rank_that_the_others_waited_for() -> None:
+    hang = Hang("no step was finished within 5 s", (1,), "kept the others waiting")
+    finding = judged(End(KILLED, at=1.0), End(KILLED, at=2.0), hang=hang)
+    assert (finding.verdict, finding.exit_code) == ("hang", 128 + 9)
+    assert (finding.failed_rank, finding.failed_node) == (1, "node1")
+    assert finding.reason == (
+        "no step was finished within 5 s: rank 1 on node1 kept the others waiting"
+    )
+
+
+def test_a_hang_of_several_ranks_and_of_nobody_in_particular() -> None:
+    several = judged(*[End(KILLED)] * 4, hang=Hang("it hangs", (1, 3), "gives no sign of life"))
+    assert several.reason == "it hangs: rank 1 on node1 (and 3) gives no sign of life"
+    nobody = judged(*[End(KILLED)] * 2, hang=Hang("it hangs", (), "were saving step 5"))
+    assert nobody.reason == "it hangs: all ranks were saving step 5"
+    assert (nobody.verdict, nobody.failed_rank) == ("hang", None)
+
+
+def test_a_hang_after_a_stop_was_asked_for_is_no_hang_of_the_run_s() -> None:
+    hang = Hang("step 7 was not saved within 9 s", (0,), "kept the others waiting")
+    finding = judged(End(KILLED), End(KILLED), stop_asked=True, hang=hang)
+    assert finding.verdict == "cancelled"
+    assert "step 7 was not saved within 9 s" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("step", "stop_asked", "verdict"),
+    [(TOTAL, False, "completed"), (TOTAL, True, "completed"), (7, True, "cancelled")],
+)
+def test_a_rank_killed_when_it_was_done(step: int, stop_asked: bool, verdict: str) -> None:
+    hang = Hang("the first rank has left", (1,), "was done, and did not leave")
+    first = DONE if step == TOTAL else SAVED
+    finding = judged(first, End(KILLED), stop_asked=stop_asked, hang=hang, done={0: step, 1: step})
+    assert finding.verdict == verdict
+    if verdict == "cancelled":
+        assert finding.exit_code == EXIT_SAVED
+
+
+def test_a_rank_that_was_done_but_failed_is_to_blame() -> None:
+    finding = judged(DONE, End(3), done={0: TOTAL, 1: TOTAL})
+    assert (finding.verdict, finding.failed_rank) == ("error", 1)
 
 
 def test_the_reason_says_what_the_rank_said() -> None:

@@ -9,8 +9,22 @@ import pytest
 
 from trainer.metrics import StepMetrics, VLAMetrics
 from trainer.records import RunRecords
+from trainer.spec.errors import StorageError
 from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import RunDir, json_line, read_lines
+
+
+def rank_info(rank: int = 0, attempt: int = 1) -> RankInfo:
+    return RankInfo(
+        rank=rank,
+        world_size=4,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="127.0.0.1",
+        master_port=1,
+        run_id="run",
+        attempt=attempt,
+    )
 
 
 def opened(
@@ -25,16 +39,7 @@ def opened(
     """The records of one rank, rebuilt and opened as the worker does."""
     run_dir = RunDir(root)
     run_dir.attempt(attempt).path.mkdir(parents=True, exist_ok=True)
-    ranks = RankInfo(
-        rank=rank,
-        world_size=4,
-        local_rank=0,
-        local_world_size=1,
-        master_addr="127.0.0.1",
-        master_port=1,
-        run_id="run",
-        attempt=attempt,
-    )
+    ranks = rank_info(rank, attempt)
     records = RunRecords(run_dir, ranks, log_interval=log_interval, sample_ids=sample_ids)
     if rank == 0:
         records.rebuild(resume_step)
@@ -185,6 +190,20 @@ def test_a_record_has_the_fields_of_the_contract(tmp_path: Path) -> None:
             "attempt": 1,
         }
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples-rank0.jsonl", "events.jsonl"])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    records = RunRecords(RunDir(tmp_path), rank_info(), log_interval=1, sample_ids=True)
+    RunDir(tmp_path).attempt(1).path.mkdir(parents=True)
+    records.open()
+    with pytest.raises(StorageError, match=r"cannot be written: No space left") as caught:  # noqa: PT012
+        train(records, 1, 1)
+        records.event("saved", step=1)
+    assert str(tmp_path / name) in caught.value.message
+    assert caught.value.exit_code == 6
 
 
 def test_events_carry_their_attempt(tmp_path: Path) -> None:

@@ -139,6 +139,38 @@ for step in range(100):
     assert [record["step"] for record in read_lines(path)] == [*range(full), 1000]
 
 
+def test_a_log_that_lives_on_after_a_full_disk(tmp_path: Path) -> None:
+    """The line that did not fit is lost, and only that."""
+    path = tmp_path / "log.jsonl"
+    program = f"""
+import pathlib, resource, signal
+from trainer.spec.rundir import LineLog
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log = LineLog(pathlib.Path({str(path)!r}))
+log.append({{"step": 1}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, -1))
+for step in (2, 3):
+    try:
+        log.append({{"step": step}})
+    except OSError as err:
+        assert err.filename == {str(path)!r}, err
+    else:
+        raise SystemExit("written")
+resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+log.append({{"step": 4}})
+log.append({{"step": 5}})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert [record["step"] for record in read_lines(path)] == [1, 4, 5]
+
+
+def test_a_failed_replacement_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "plan.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomic(path, b"{}")
+    assert caught.value.filename == str(path)
+
+
 def test_no_file_has_no_lines_and_garbage_has_none_either(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "missing.jsonl")) == []
     path = tmp_path / "log.jsonl"
@@ -199,6 +231,7 @@ def test_paths_are_those_of_the_contract(tmp_path: Path) -> None:
         attempt.metrics,
         attempt.supervisor_log,
         attempt.log(2),
+        attempt.stack(2),
         attempt.exit(2),
     ]
     assert [str(path.relative_to(tmp_path)) for path in paths] == [
@@ -216,5 +249,6 @@ def test_paths_are_those_of_the_contract(tmp_path: Path) -> None:
         "attempts/3/metrics.jsonl",
         "attempts/3/supervisor.log",
         "attempts/3/logs/rank_2.log",
+        "attempts/3/logs/rank_2.stack",
         "attempts/3/rank_2.exit",
     ]

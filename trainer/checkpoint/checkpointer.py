@@ -32,12 +32,14 @@ from trainer.spec.errors import (
     VitraError,
 )
 from trainer.spec.plan import Plan
+from trainer.spec.pulse import Phase
 from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import utc_now
 from trainer.state import TrainState
 from trainer.store.checkpoints import CheckpointRef, CheckpointStore
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, index_name, shard_name
 from trainer.store.storage import open_storage
+from trainer.watchdog import Pulse
 
 if TYPE_CHECKING:
     from trainer.strategies.base import TrainingStrategy
@@ -67,6 +69,7 @@ class Checkpointer:
         agree: Agreement,
         group: dist.ProcessGroup | None,
         records: RunRecords,
+        pulse: Pulse,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -74,6 +77,7 @@ class Checkpointer:
         self._agree = agree
         self._group = group
         self._records = records
+        self._pulse = pulse
         self._failed_saves = 0
         self._resumed_step: int | None = None
         self.saved_step: int | None = None
@@ -88,6 +92,7 @@ class Checkpointer:
             Fenced: a newer attempt owns the run.
             CheckpointError: it failed and had to succeed.
         """
+        self._pulse.reached(Phase.SAVING, state.step)
         try:
             self._agree_or_raise(self._look_for_newer_attempt)
             self._save(strategy, state)
@@ -224,11 +229,14 @@ class Checkpointer:
     def _save(self, strategy: TrainingStrategy, state: TrainState) -> None:
         attempt = self._ranks.attempt
         self._agree_or_raise(self._records.sync)
+        tensors = _tensors_of(strategy)
+        self._pulse.mark()
         written = save_tensors(
-            _tensors_of(strategy),
+            tensors,
             shard_name=shard_name(attempt, self._ranks.rank),
             create=lambda name, parts: self._store.create_file(state.step, name, parts),
             group=self._group,
+            written=self._pulse.mark,
         )
 
         def commit() -> None:

@@ -71,17 +71,19 @@ def save_tensors(
     shard_name: str,
     create: CreateFile,
     group: dist.ProcessGroup | None,
+    written: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], list[FileEntry]] | None:
     """Write `tensors`, each byte once however many ranks hold it.
 
     Collective over `group`; every rank passes the same names. On rank 0 returns the index (a JSON
     object; its key "state" is the caller's to fill) and the entries of all shard files, elsewhere
-    None. Nothing is committed: the shards count only once a manifest lists them.
+    None. Nothing is committed: the shards count only once a manifest lists them. `written` is
+    called on each rank when its own shard is written, before it waits for the others'.
 
     Raises:
         StorageError (or the VitraError that a rank met): on every rank, if one could not write.
     """
-    writer = _ShardWriter(shard_name, create)
+    writer = _ShardWriter(shard_name, create, written)
     # The state is flat already, so the planner must not rename anything.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _in_group(group) as arguments:
@@ -176,9 +178,10 @@ def _in_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
 class _ShardWriter(StorageWriter):
     """Writes one rank's chunks into one new file; on rank 0 also puts the index together."""
 
-    def __init__(self, shard_name: str, create: CreateFile) -> None:
+    def __init__(self, shard_name: str, create: CreateFile, written: Callable[[], None]) -> None:
         self._shard_name = shard_name
         self._create = create
+        self._written = written
         self.index: dict[str, Any] | None = None
         self.entries: list[FileEntry] = []
 
@@ -222,6 +225,7 @@ class _ShardWriter(StorageWriter):
                 )
                 for r in results
             ]
+        self._written()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -108,7 +108,10 @@ class LerobotData:
         return len(self._training_frames)
 
     def sample(self, index: int, rng: SampleRandom) -> Sample:  # noqa: ARG002 - nothing is random
-        return self._at(int(self._training_frames[index]), index)
+        try:
+            return self._at(int(self._training_frames[index]), index)
+        except DataError as err:
+            raise DataError(f"sample {index}: {err.message}", err.hint) from err
 
     def held_out_sample(self, number: int) -> Sample:
         """Held-out sample `number`; its `index` goes on from the training samples'."""

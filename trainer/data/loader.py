@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import torch
@@ -20,6 +24,9 @@ from trainer.data.order import SampleOrder, rank_positions
 from trainer.parent import die_with
 from trainer.spec.errors import VitraError
 from trainer.spec.plan import Plan
+
+#: Between a process's last connection being closed and its end being known.
+_WORKER_DIES_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -151,9 +158,14 @@ class RankLoader:
 
     def __iter__(self) -> Iterator[StepInput]:
         plan = self._plan
+        before = multiprocessing.active_children()
         batches = iter(self._batches)
+        workers = [child for child in multiprocessing.active_children() if child not in before]
         for step in range(self._start_step + 1, (plan.total_steps or 0) + 1):
-            micro_batches = [_checked(next(batches)) for _ in range(plan.grad_accumulation_steps)]
+            with _blamed_on_dead(workers):
+                micro_batches = [
+                    _checked(next(batches)) for _ in range(plan.grad_accumulation_steps)
+                ]
             mine = [self._micro_positions(step, m) for m in range(plan.grad_accumulation_steps)]
             _, ids = self._order.at(np.concatenate(mine))
             yield StepInput(
@@ -181,6 +193,26 @@ def _checked(batch: Batch | VitraError) -> Batch:
     if isinstance(batch, VitraError):
         raise batch
     return batch
+
+
+@contextmanager
+def _blamed_on_dead(workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Say that a data worker has died where only the connection to it was seen to break."""
+    try:
+        yield
+    except (OSError, EOFError) as err:
+        wait([worker.sentinel for worker in workers], timeout=_WORKER_DIES_S)
+        for worker in workers:
+            code = worker.exitcode
+            if code:
+                how = (
+                    f"is killed by signal: {signal.strsignal(-code)}"
+                    if code < 0
+                    else f"exited unexpectedly with exit code {code}"
+                )
+                # In torch's own words, which it uses where it notices first.
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}") from err
+        raise
 
 
 def _start_worker(rank_pid: int, _number: int) -> None:

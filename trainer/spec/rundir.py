@@ -111,6 +111,10 @@ class AttemptDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank_{rank}.log"
 
+    def stack(self, rank: int) -> Path:
+        """What a rank's threads were doing when it hung; there only after a hang."""
+        return self.logs / f"rank_{rank}.stack"
+
     def exit(self, rank: int) -> Path:
         return self.path / f"rank_{rank}.exit"
 
@@ -136,8 +140,10 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as err:
         temporary.unlink(missing_ok=True)
+        if isinstance(err, OSError) and err.errno is not None:
+            raise _named(err, path) from err
         raise
     sync_directory(path.parent)
 
@@ -162,11 +168,21 @@ class LineLog:
         if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
             os.write(self._descriptor, b"\n")
 
+        self._torn = False
+
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line; in one piece, unless the disk fills up. Raises OSError."""
-        rest = json_line(record)
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        """Write one line; in one piece, unless the disk fills up.
+
+        Raises OSError, which names the file; what it left of the line spoils no later one.
+        """
+        rest = (b"\n" if self._torn else b"") + json_line(record)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+                self._torn = True
+        except OSError as err:
+            raise _named(err, self._path) from err
+        self._torn = False
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
@@ -179,6 +195,11 @@ class LineLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _named(err: OSError, path: Path) -> OSError:
+    """The same error, naming the file that people know it by."""
+    return OSError(err.errno, err.strerror, str(path))
 
 
 def json_line(record: dict[str, Any]) -> bytes:

@@ -219,6 +219,9 @@ class TrainingStrategy(ABC):
                 enabled=self.enable_mixed_precision_training,
             ):
                 loss_sum: Tensor = self.model(batch)
+            if self.context is not None:
+                # Gradients are exchanged in the backward pass: here ranks begin to wait.
+                self.context.pulse.mark()
             (loss_sum * scale).backward()
         return loss_sum.detach()
 
