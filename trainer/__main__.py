@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.parent import die_with_parent
 from trainer.spec.errors import VitraError
 from trainer.spec.outcome import RankReport
 from trainer.spec.rundir import RunDir, write_atomic
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 500
 #: How torch's DataLoader passes on what a worker raised, not always in the class that it was.
 _IN_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
@@ -33,12 +32,12 @@ def main(arguments: list[str]) -> int:
     # First of all: a stop that comes while torch is being imported must not be lost, and a rank
     # must not outlive the process that started it.
     stop = StopFlag().install()
-    _die_with_parent()
+    die_with_parent()
     return _run_rank(RunDir(Path(arguments[0])), stop)
 
 
 def _run_probe() -> int:
-    _die_with_parent()
+    die_with_parent()
     # What components print must not get mixed up with the answer.
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
@@ -59,11 +58,12 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
     logging.captureWarnings(True)
     state = TrainState()
     keep: list[object] = []
+    at_end: list[Callable[[int], None]] = []
     error: BaseException | None = None
     try:
         from trainer.worker import run
 
-        code = run(run_dir, os.environ, stop, state, keep)
+        code = run(run_dir, os.environ, stop, state, keep, at_end)
     except VitraError as err:
         logging.getLogger(__name__).error("%s: %s", type(err).__name__, err)
         error, code = err, err.exit_code
@@ -83,6 +83,9 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
             write_atomic(path, report.model_dump_json().encode())
         except OSError as err:
             sys.stderr.write(f"cannot write {path}: {err}\n")
+    # After the report: what takes its time here must not cost the rank its say.
+    for end in at_end:
+        end(code)
     _leave(code)
 
 
@@ -109,15 +112,6 @@ def _line_of(error: BaseException) -> str:
     # An error of a data worker comes with a traceback, and says what it is at its end.
     line = lines[-1] if _IN_WORKER.match(lines[0]) else lines[0]
     return line[:_LONGEST_MESSAGE]
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies, however that happens."""
-    parent = os.environ.get("VITRA_PARENT_PID", "")
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the line above.
-    if parent.isdigit() and os.getppid() != int(parent):
-        os._exit(1)
 
 
 if __name__ == "__main__":
