@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from trainer.spec.plan import Plan
-from trainer.spec.rundir import AttemptDir, RunDir
+from trainer.spec.rundir import AttemptDir, RunDir, Tail
 
 #: Seconds between two lines where nobody watches live.
 _LINE_EVERY_S = 10.0
@@ -66,33 +64,6 @@ def follow(run_dir: RunDir) -> Progress:
     return _Plain(run_dir)
 
 
-class Tail:
-    """The new records of a growing file of JSON lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._rest = b""
-
-    def records(self) -> list[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(data)
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        found: list[dict[str, Any]] = []
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
-
-
 class _Following:
     """What both displays know: the newest step's figures, speed, and the newest checkpoint."""
 
@@ -126,6 +97,8 @@ class _Following:
                     )
                 case "save_failed":
                     lines.append(f"WARNING: step {event['step']} was not saved: {event['reason']}")
+                case "tracking_failed":
+                    lines.append(f"WARNING: {event['reason']}")
                 case "evaluated":
                     lines.extend(_evaluation_lines(event))
                 case _:

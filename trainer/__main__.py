@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -75,11 +76,12 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
             logging.getLogger(__name__).warning("a hang would leave no stacks here: %s", err)
     state = TrainState()
     keep: list[object] = []
+    at_end: list[Callable[[int], None]] = []
     error: BaseException | None = None
     try:
         from trainer.worker import run
 
-        code = run(run_dir, os.environ, stop, state, keep, pulse)
+        code = run(run_dir, os.environ, stop, state, keep, at_end, pulse)
     except VitraError as err:
         logging.getLogger(__name__).error("%s: %s", type(err).__name__, err)
         error, code = err, err.exit_code
@@ -102,6 +104,9 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
         except OSError as err:
             with suppress(OSError):
                 sys.stderr.write(f"cannot write {path}: {err}\n")
+    # After the report: what takes its time here must not cost the rank its say.
+    for end in at_end:
+        end(code)
     _leave(code)
 
 

@@ -1,10 +1,18 @@
-"""The figures of a step, on their way to metrics.jsonl."""
+"""The figures of a step, on their way to metrics.jsonl and to a tracker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from trainer.records import RunRecords
+from trainer.spec.schedule import ACTION_MODEL, BACKBONE
+
+if TYPE_CHECKING:
+    from trainer.tracking import WandbTracker
+
+_PREFIX = "VLA Train"
+_RATE_NAMES = {BACKBONE: "Backbone Learning Rate", ACTION_MODEL: "Action Model Learning Rate"}
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,42 @@ class StepMetrics:
 
 
 class VLAMetrics:
-    """Takes each step's figures and passes them on; the records decide what is due."""
+    """Takes each step's figures and passes them on; the records decide what is due.
 
-    def __init__(self, records: RunRecords) -> None:
+    `tracker` reads the records itself; each step is only an opportunity to hear from it.
+    """
+
+    def __init__(self, records: RunRecords, tracker: WandbTracker | None = None) -> None:
         self._records = records
+        self._tracker = tracker
 
     def push(self, metrics: StepMetrics) -> None:
         """Record one finished step."""
         self._records.step({**vars(metrics), "step_time_s": round(metrics.step_time_s, 6)})
+        if self._tracker is not None:
+            self._tracker.poll()
+
+
+def tracker_metrics(record: dict[str, Any], global_batch_size: int) -> dict[str, float]:
+    """A record of metrics.jsonl under the names of VITRA's dashboards.
+
+    `Loss` and `Loss (Raw)` are one figure here, as they are there with the default window of one
+    step: the mean over the global batch. Times are in seconds.
+    """
+    step_time_s = record["step_time_s"]
+    figures: dict[str, float] = {
+        f"{_PREFIX}/Step": record["step"],
+        f"{_PREFIX}/Epoch": record["epoch"],
+        f"{_PREFIX}/Loss": record["loss"],
+        f"{_PREFIX}/Loss (Raw)": record["loss"],
+        f"{_PREFIX}/Step Time": step_time_s,
+        "Other/Gradient Norm": record["grad_norm"],
+        "Other/Samples Seen": record["samples_seen"],
+        "Other/Attempt": record["attempt"],
+    }
+    for role, name in _RATE_NAMES.items():
+        if role in record["lr"]:
+            figures[f"{_PREFIX}/{name}"] = record["lr"][role]
+    if step_time_s > 0:
+        figures["Other/Samples per Second"] = global_batch_size / step_time_s
+    return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,7 @@ from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
 from trainer.strategies.build import get_train_strategy
+from trainer.tracking import start_tracker
 from trainer.watchdog import Pulse
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def run(
     stop: StopFlag,
     state: TrainState,
     keep: list[object],
+    at_end: list[Callable[[int], None]],
     pulse: Pulse,
 ) -> int:
     """Train the run in `run_dir` as the rank that `environ` describes; returns the exit code.
@@ -63,7 +65,8 @@ def run(
     0: the last step is reached and saved. 75: asked to stop, the present step is saved. `state` is
     advanced in place, so that the caller can report how far it came. What is put into `keep` must
     not be torn down before the process ends: the destructors of process groups wait, with Python's
-    lock held, for threads that may be waiting for that lock.
+    lock held, for threads that may be waiting for that lock. What is put into `at_end` is to be
+    called with the exit code, last of all.
 
     Raises:
         VitraError: whatever ended it early; its class says whether trying again can help.
@@ -113,6 +116,9 @@ def run(
     agree.barrier()
     records.open()
     records.event("started", step=state.step, world_size=plan.world_size, node=os.uname().nodename)
+    tracker = start_tracker(run_dir, plan, ranks, records, environ)
+    if tracker is not None:
+        at_end.append(tracker.close)
     log.info("training from step %d to %d", state.step, plan.total_steps)
 
     loader = RankLoader(
@@ -125,7 +131,7 @@ def run(
     )
     end = strategy.run_training(
         loader,
-        VLAMetrics(records),
+        VLAMetrics(records, tracker),
         save_interval=plan.spec.checkpoint.save_interval,
         start_global_step=state.step,
     )

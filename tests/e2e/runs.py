@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,10 @@ class Run:
         (found,) = [path.parent for path in (self._root / "runs").glob("*/run.json")]
         return found
 
-    def start(self, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Submit, or resume what was submitted, in the background."""
+    def start(
+        self, env: Mapping[str, str] | None = None, more: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Submit, or resume what was submitted, in the background; `more` are words to add."""
         submitted = bool(list((self._root / "runs").glob("*/run.json")))
         words = ["resume", str(self.dir)] if submitted else ["submit", str(self._spec), "--local"]
         with (self._root / "terminal.log").open("ab") as log:
@@ -86,6 +88,7 @@ class Run:
                     "-m",
                     "launcher.cli",
                     *words,
+                    *more,
                     "--run-root",
                     str(self._root / "runs"),
                 ],
@@ -94,11 +97,24 @@ class Run:
                 env={**self._env, **(env or {})},
             )
 
-    def finish(self, env: Mapping[str, str] | None = None, timeout_s: float = 240) -> None:
+    def finish(
+        self,
+        env: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
+        timeout_s: float = 240,
+    ) -> None:
         """Run to the end; fails with the terminal's text if that is not success."""
-        process = self.start(env)
+        process = self.start(env, more)
         code = process.wait(timeout=timeout_s)
         assert code == 0, f"exit code {code}: {(self._root / 'terminal.log').read_text()[-3000:]}"
+
+    def terminal(self) -> str:
+        """What its commands have printed so far."""
+        return (self._root / "terminal.log").read_text()
+
+    def processes(self) -> dict[int, str]:
+        """The living processes that were started for the run, by pid."""
+        return _processes_of(self.dir.name)
 
     def kill_at(self, step: int, chance: random.Random, timeout_s: float = 120) -> str:
         """Start, and kill -9 the supervisor or a rank at a random moment once `step` is finished.

@@ -226,3 +226,30 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict):
             yield record
+
+
+class Tail:
+    """The new records of a growing file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def records(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
