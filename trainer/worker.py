@@ -29,12 +29,14 @@ from trainer.data.loader import RankLoader
 from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
 from trainer.records import RunRecords
+from trainer.snapshot import check_origin, leave_live_trees
 from trainer.spec.errors import DataError, RankMismatch
 from trainer.spec.outcome import EXIT_SAVED
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import RankInfo
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
+from trainer.spec.snapshot import Snapshot
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
@@ -68,6 +70,8 @@ def run(
     plan = Plan.read(run_dir.attempt(ranks.attempt).plan)
     _check_world(plan, ranks)
     device = _prepare_torch(plan, ranks)
+    snapshot = Snapshot.read(run_dir)
+    leave_live_trees(snapshot, run_dir)
 
     data = build_data(plan.spec)
     if plan.n_samples != len(data):
@@ -76,6 +80,7 @@ def run(
             "the order of samples depends on their number: restore the data, or submit a new run",
         )
     model = build_model(plan.spec, data, device)
+    check_origin(snapshot, run_dir)
     group = _process_group(ranks, device)
     agree = Agreement(group)
     records = RunRecords(
