@@ -1,4 +1,7 @@
-"""What git knows of a work tree. Every call has an end, and changes nothing."""
+"""What git knows of a work tree. Every call has an end.
+
+Nothing is changed, but for the times of files that `git diff` notes in the index.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,6 @@ class WorkTree:
             NotTracked: there is none, or git cannot be used.
         """
         self._environ = {name: v for name, v in environ.items() if name not in _LOCATING} | {
-            # Not even the index is to be refreshed: the tree may be read-only.
             "GIT_OPTIONAL_LOCKS": "0",
             "GIT_TERMINAL_PROMPT": "0",
             "LC_ALL": "C",

@@ -33,7 +33,13 @@ from launcher.git import NotTracked, WorkTree
 from trainer.spec.errors import SnapshotError, UsageError
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, write_atomic
-from trainer.spec.snapshot import CopiedComponent, CopiedTree, Snapshot, is_installed
+from trainer.spec.snapshot import (
+    CopiedComponent,
+    CopiedTree,
+    Snapshot,
+    holds_installed,
+    is_installed,
+)
 
 #: Names of files and directories that are never copied, whatever their case, but named instead.
 SECRET_NAMES = (".env*", "*.pem", "*.key", "id_*", ".netrc", "*credentials", "*credentials.json")
@@ -122,7 +128,7 @@ def place_vitra(code: Path, path: Sequence[str]) -> Path | None:
         selection.write()
         return target
     if any(_regular(name, entry) for name in _OWN_PACKAGES for entry in path):
-        target.mkdir(parents=True, mode=0o750)
+        _make_directory(target)
         for name, place in places.items():
             (target / name).symlink_to(place)
         return target
@@ -153,7 +159,7 @@ def take_snapshot(
     # A run root may also be the very directory that the code is in.
     results = [p for p in results if not any(u.is_relative_to(p) for u in used)]
     taker = _Taker(run_dir.code, seen, (*results, run_dir.path.resolve()), environ, say)
-    run_dir.code.mkdir(exist_ok=True, mode=0o750)
+    _make_directory(run_dir.code)
     snapshot = taker.take(own_components(spec), path)
     write_atomic(
         run_dir.code / "snapshot.json", json.dumps(snapshot.model_dump(), indent=1).encode()
@@ -221,10 +227,10 @@ class _Taker:
         for entry in (*self._path, *(tree.source for tree in trees)):
             _check_path(entry, "rename it")
         self._selection.write()
-        self._report()
+        self._report(trees)
         return Snapshot(
             path=tuple(self._path),
-            outside=tuple(p for p in path if self._copy_of(Path(p).resolve()) is None),
+            outside=tuple(p for p in path if self._stays(Path(p).resolve())),
             trees=tuple(trees),
             components=tuple(
                 CopiedComponent(field=f, module=module, source=str(self._files[module]))
@@ -358,6 +364,10 @@ class _Taker:
                         "give it another name",
                     )
 
+    def _stays(self, directory: Path) -> bool:
+        """Whether imports go on to come from a directory itself: it is elsewhere, or installed."""
+        return self._copy_of(directory) is None or holds_installed(directory)
+
     def _tree_of(self, path: Path) -> _Tree:
         return next(tree for tree in self._trees if tree.copy_of(path) is not None)
 
@@ -390,7 +400,7 @@ class _Taker:
     def _record(self, git: WorkTree, prefix: str, paths: Sequence[Path]) -> tuple[str | None, bool]:
         commit = git.head()
         if commit is None:
-            return None, True
+            return None, False
         self._selection.add_text(f"{prefix}commit", f"{commit}\n".encode())
         try:
             patch = git.changes(paths, without=SECRET_NAMES)
@@ -400,14 +410,15 @@ class _Taker:
         self._selection.add_text(f"{prefix}dirty.patch", patch)
         return commit, bool(patch)
 
-    def _report(self) -> None:
-        copied = [str(tree.top) for tree in self._trees]
-        copied += [package.source for package in self._packages.values()]
-        if copied:
-            self._say(f"code copied: {_enumeration(copied)}")
+    def _report(self, trees: Sequence[CopiedTree]) -> None:
+        for tree in trees:
+            commit = f" at {tree.commit[:12]}" if tree.commit else ""
+            self._say(
+                f"code copied: {tree.source}{commit}{' with changes' if tree.changed else ''}"
+            )
         skipped = sorted(self._selection.skipped)
         if skipped:
-            self._say(f"not copied ({_SKIPPED} says why): {_enumeration(skipped)}")
+            self._say(f"not copied (code/{_SKIPPED} says why): {_enumeration(skipped)}")
 
 
 @dataclass
@@ -495,6 +506,9 @@ class _Selection:
             )
         for target, source in self.files.items():
             self._copy(source, self._make_room(target))
+            if target.endswith(".py"):
+                # Where Python keeps bytecode; what it made itself, others could look into.
+                _make_directory((self.code / target).parent / "__pycache__")
         for target, to in self.links.items():
             place = self._make_room(target)
             place.symlink_to(os.path.relpath(self.code / to, place.parent))
@@ -506,7 +520,7 @@ class _Selection:
 
     def _make_room(self, target: str) -> Path:
         place = self.code / target
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+        _make_directory(place.parent)
         return place
 
     def _copy(self, source: Path, place: Path) -> None:
@@ -525,6 +539,13 @@ class _Selection:
             about = os.fstat(reader.fileno())
             runs = 0o110 if about.st_mode & stat.S_IXUSR else 0
             os.fchmod(writer.fileno(), 0o440 | runs)
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory, and those above it, that only the run's owner and group may look into."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        path.mkdir(mode=0o750, exist_ok=True)
 
 
 def _secret(parts: Iterable[str]) -> str | None:
@@ -603,9 +624,13 @@ def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
         totals[name] += size
     found: list[tuple[str, int]] = []
     for name, size in totals.most_common():
+        # A tree as a whole says nothing.
+        if ("/" not in name and name not in sizes) or any(
+            name.startswith(f"{above}/") for above, _ in found
+        ):
+            continue
         inner = max((s for n, s in totals.items() if n.startswith(f"{name}/")), default=0)
-        covered = any(name.startswith(f"{above}/") for above, _ in found)
-        if name != "." and not covered and inner < 0.8 * size:
+        if inner < 0.8 * size:
             found.append((name, size))
         if len(found) == 5:
             break

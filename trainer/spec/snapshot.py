@@ -76,7 +76,9 @@ class Snapshot(BaseModel):
         What is installed in a tree, in a virtual environment, was not copied and is not live.
         """
         path = path.resolve()
-        if path.is_relative_to(run_dir.code.resolve()) or is_installed(path):
+        if path.is_relative_to(run_dir.code.resolve()):
+            return False
+        if is_installed(path) or holds_installed(path):
             return False
         return any(path.is_relative_to(tree.source) for tree in self.trees)
 
@@ -91,6 +93,11 @@ def is_installed(path: Path) -> bool:
     if any(path.is_relative_to(directory) for directory in _standard_library()):
         return True
     return any(path.relative_to(above).parts[0] in _recorded(above) for above in path.parents)
+
+
+def holds_installed(directory: Path) -> bool:
+    """Whether a package manager has put packages right into a directory."""
+    return bool(_recorded(directory))
 
 
 @cache

@@ -45,7 +45,7 @@ class Line(nn.Module):
     def loss_count(self, batch):
         return len(batch["y"])
 
-    def init_parameter(self, name, tensor, generator):
+    def init_parameter(self, name, tensor, generator):  # noqa: ARG002
         tensor.normal_(0.0, 0.3, generator=generator)
 
     def init_buffers(self):
