@@ -51,7 +51,7 @@ class Checked:
         missing = [name for name in names if not _has(self._made, name)]
         if missing:
             raise UsageError(
-                f"{self._name} gave a {self._class} without {', '.join(missing)}",
+                f"{self._name} gave {_one(self._class)} without {', '.join(missing)}",
                 f"the members that it needs are those of {protocol.__module__}.{protocol.__name__}",
             )
         wrong = [
@@ -87,9 +87,7 @@ def check_model(kind: str, model: object) -> None:
     checked = Checked("model.kind", kind, model)
     checked.members(Model)
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model.kind: {kind!r} gave a {type(model).__name__}, which is no torch.nn.Module"
-        )
+        raise UsageError(f"model.kind: {kind!r} gave {_a(model)}, which is no torch.nn.Module")
     if isinstance(model, DrawsPerSample):
         checked.members(DrawsPerSample)
     if hasattr(model, "evaluate"):
@@ -205,7 +203,7 @@ def check_training(spec: RunSpec, model: Any, batch: Batch) -> None:
     if not loss.requires_grad:
         raise checked.fault("forward(batch) gave a loss that depends on no parameter")
     if not torch.isfinite(loss):
-        raise checked.fault(f"forward(batch) gave {float(loss)} for the first samples")
+        raise checked.fault(f"forward(batch) gave {loss.item()} for the first samples")
 
 
 def _has(made: object, name: str) -> bool:
@@ -227,7 +225,8 @@ def _call_fault(name: str, call: Any, takes: Sequence[str] | None = None) -> str
     try:
         signature.bind(*takes)
     except TypeError:
-        return f"{name}{signature} must take ({', '.join(takes)})"
+        found = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
+        return f"{name}({', '.join(found)}) must take ({', '.join(takes)})"
     return None
 
 
@@ -254,4 +253,8 @@ def _a(value: object) -> str:
     """A value as an error names it."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return f"a {type(value).__name__}"
+    return _one(type(value).__name__)
+
+
+def _one(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from trainer.checks import (
-    check_dataset,
     check_factory,
     check_initialization,
     check_model,
@@ -54,10 +53,7 @@ def probe(spec_json: bytes, out: TextIO) -> int:
 
 def _look(spec: RunSpec) -> dict[str, Any]:
     with _blamed_on("data.kind", spec.data.kind):
-        factory = resolve(spec.data.kind, BUILT_IN_DATA, "data.kind")
-        check_factory("data.kind", spec.data.kind, factory, ("options", "seed"))
         data = build_data(spec)
-        check_dataset(spec.data.kind, data)
         data.sample(0, SampleRandom(spec.seed, 0, 0))
         n_samples = len(data)
     with _blamed_on("model.kind", spec.model.kind):

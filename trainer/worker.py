@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainer.agree import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.initial import load_initial_weights
+from trainer.checks import check_dataset, check_factory
 from trainer.components import (
     BUILT_IN_DATA,
     BUILT_IN_MODELS,
@@ -141,10 +142,13 @@ def build_data(spec: RunSpec) -> Dataset:
     """Open the data set that the spec names.
 
     Raises:
-        UsageError: its kind cannot be imported. DataError: it cannot be read, or is empty.
+        UsageError: its kind cannot be imported, or gives no data set.
+        DataError: it cannot be read, or is empty.
     """
     factory = resolve(spec.data.kind, BUILT_IN_DATA, "data.kind")
+    check_factory("data.kind", spec.data.kind, factory, ("options", "seed"))
     data: Dataset = factory(spec.data.options, spec.seed)
+    check_dataset(spec.data.kind, data)
     if len(data) < 1:
         raise DataError(f"data: {spec.data.kind} has no samples to train on")
     return data

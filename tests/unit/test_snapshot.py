@@ -559,7 +559,11 @@ def test_nothing_of_the_tree_is_touched(imports: Imports, tmp_path: Path) -> Non
     before = tree(project.top)
     project.submit("comp")
     after = {name: at for name, at in tree(project.top).items() if "__pycache__" not in name}
-    assert after == before
+    # git notes there when it looked at a file that was written in the same moment.
+    for found in (before, after):
+        del found[".git/index"]
+    # It comes and goes when the index is written.
+    assert {**after, ".git": None} == {**before, ".git": None}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
