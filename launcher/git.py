@@ -29,6 +29,17 @@ _LOCATING = frozenset(
     )
 )
 _SUBMODULE = b"160000"
+#: Whatever the user's settings make of `git diff`. A submodule's own changes must stay out of the
+#: patch: what is excluded by name is not excluded in there.
+_PLAIN_PATCH = (
+    "--binary",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "--submodule=short",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
 
 
 class NotTracked(VitraError):
@@ -100,8 +111,7 @@ class WorkTree:
         ]
         below = [os.path.relpath(path, self.top) for path in paths]
         included = [f":(top,literal){'' if path == '.' else path}" for path in below]
-        words = ("diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
-        return self._git(self.top, *words, "--", *included, *excluded)
+        return self._git(self.top, "diff", "HEAD", *_PLAIN_PATCH, "--", *included, *excluded)
 
     def _listing(self, top: Path) -> Listing:
         tracked: list[str] = []

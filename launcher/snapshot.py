@@ -38,7 +38,10 @@ from trainer.spec.snapshot import (
     CopiedTree,
     Snapshot,
     holds_installed,
+    import_root,
     is_installed,
+    is_package,
+    module_place,
 )
 
 #: Names of files and directories that are never copied, whatever their case, but named instead.
@@ -63,8 +66,9 @@ class Seen:
     """What the probe found around the components.
 
     `modules` are the files of the imported modules that are neither installed nor vitra's own, by
-    their names, and `installed` the top-level names of all others; `path` is its sys.path,
-    `editable` where packages lie that an import hook of an editable install knows, by name.
+    their names; links above the directory that they are imported from are resolved. `installed` are
+    the top-level names of all other modules, `path` is its sys.path, and `editable` where packages
+    lie that an import hook of an editable install knows, by name.
     """
 
     modules: Mapping[str, str]
@@ -220,7 +224,7 @@ class _Taker:
         self._check_order()
         trees = [self._describe(tree) for tree in self._trees]
         trees += self._packages.values()
-        if not self._trees:
+        if not trees:
             self._describe_vitra()
         if (self._code / _VITRA).exists():
             self._path = {_VITRA: None, **self._path}
@@ -240,7 +244,7 @@ class _Taker:
 
     def _find_tree(self, module: str) -> None:
         """The work tree of a component, unless it is known; none where git does not list it."""
-        file = self._files[module]
+        file = self._files[module].resolve()
         if self._copy_of(file) is not None:
             return
         try:
@@ -270,28 +274,51 @@ class _Taker:
 
     def _take_module(self, name: str) -> None:
         """Copy a module's file, where its tree's files do not hold it already, or its package."""
-        file = self._files[name]
+        file, real = self._files[name], self._files[name].resolve()
         parts = name.split(".")
+        if self._copy_of(real) is not None:
+            file = real
         copy = self._copy_of(file)
         if copy is None:
             self._take_package(parts, file)
-            return
-        # What is imported is needed, also where git ignores it: generated and compiled modules.
-        self._selection.add(file, copy, top=self._tree_of(file).top)
-        if reason := self._selection.skipped.get(copy):
+            inner = (
+                f"/{file.name}" if is_package(file) else file.name[len(module_place(file).name) :]
+            )
+            target = f"{_PACKAGES}/{'/'.join(parts)}{inner}"
+        else:
+            self._make_importable(parts, file)
+            self._follow_link(file)
+            target = copy
+        if pattern := _secret(PurePosixPath(target).parts[1:]):
             raise SnapshotError(
-                f"{file}: module {name} is imported, but is never copied: it has {reason}",
+                f"{file}: module {name} is imported, but is never copied: "
+                f"it has a secret's name ({pattern})",
                 "give code another name",
             )
-        self._make_importable(parts, file)
+        # What is imported is needed, also where git ignores it, as it does generated and compiled
+        # modules, and where only a link led to it.
+        self._selection.add(real, target, top=real.parent)
+
+    def _follow_link(self, file: Path) -> None:
+        """Copy all of an imported package that only a link out of a tree leads to."""
+        inside = [path for path in reversed(file.parents) if self._copy_of(path) is not None]
+        link = next((path for path in inside if path.is_symlink()), None)
+        if link is not None:
+            target = self._copy_of(link)
+            assert target is not None
+            self._selection.add_directory(link.resolve(), target, self._excluded)
+            self._selection.skipped.pop(target, None)
 
     def _take_package(self, parts: Sequence[str], file: Path) -> None:
-        """Copy all of the top-level package that an imported module belongs to."""
-        place = _place(file)
-        root = _root(parts, place)
-        if root is not None and (len(parts) > 1 or _is_package(file)):
+        """Copy all of the top-level package that a module outside of the trees belongs to.
+
+        A module that is no package has nothing but its file.
+        """
+        place = module_place(file)
+        root = import_root(parts, place)
+        if root is not None and (len(parts) > 1 or is_package(file)):
             source, target = root / parts[0], f"{_PACKAGES}/{parts[0]}"
-        elif _is_package(file):
+        elif is_package(file):
             source, target = place, f"{_PACKAGES}/{'/'.join(parts)}"
         else:
             suffix = file.name[len(place.name) :]
@@ -301,18 +328,16 @@ class _Taker:
             return
         self._packages[target] = CopiedTree(source=str(source), copy_at=target)
         if source.is_dir():
-            self._selection.add_directory(source, target, self._excluded)
-        else:
-            self._selection.add(source, target, top=source.parent)
+            self._selection.add_directory(source.resolve(), target, self._excluded)
 
     def _make_importable(self, parts: Sequence[str], file: Path) -> None:
         """Make sure that a copied module is found by its name."""
-        place = _place(file)
-        root = _root(parts, place)
+        place = module_place(file)
+        root = import_root(parts, place)
         if root is not None and self._copy_of(root) is not None:
             # Else the probe found it through an import hook.
             if root not in self._roots:
-                self._add_root(root)
+                self._path[self._copy_of(root) or ""] = None
             return
         # The directory of the package has another name, or is the tree's top: a link stands for it.
         matched = 0
@@ -323,7 +348,7 @@ class _Taker:
         ):
             place, matched = place.parent, matched + 1
         name = "/".join(parts[: len(parts) - matched])
-        if not matched and not _is_package(file):
+        if not matched and not is_package(file):
             name, place = f"{name}{file.name[len(place.name) :]}", file
         copy = self._copy_of(place)
         assert copy is not None, f"{place} holds {file}"
@@ -336,7 +361,7 @@ class _Taker:
             self._add_root(root)
         for name, place in sorted(self._seen.editable.items()):
             # Packages of the tree that an import hook knows, and that may be imported later.
-            root = _root(name.split("."), Path(place).resolve())
+            root = import_root(name.split("."), Path(place).resolve())
             if root is not None:
                 self._add_root(root)
 
@@ -367,9 +392,6 @@ class _Taker:
     def _stays(self, directory: Path) -> bool:
         """Whether imports go on to come from a directory itself: it is elsewhere, or installed."""
         return self._copy_of(directory) is None or holds_installed(directory)
-
-    def _tree_of(self, path: Path) -> _Tree:
-        return next(tree for tree in self._trees if tree.copy_of(path) is not None)
 
     def _copy_of(self, path: Path) -> str | None:
         copies = (tree.copy_of(path) for tree in self._trees)
@@ -458,7 +480,8 @@ class _Selection:
         except OSError:
             return
         if stat.S_ISLNK(about.st_mode):
-            real = source.resolve()
+            # Unlike Path.resolve, this takes a loop for an answer.
+            real = Path(os.path.realpath(source))
             if real.is_relative_to(top) and real != top:
                 here = PurePosixPath(target)
                 copy_of_top = here.parents[len(source.relative_to(top).parts) - 1]
@@ -466,6 +489,7 @@ class _Selection:
             else:
                 self.skip(target, f"a link out of the tree, to {source.readlink()}")
         elif stat.S_ISREG(about.st_mode):
+            self.skipped.pop(target, None)
             self.files[target] = source
             self.sizes[target] = about.st_size
 
@@ -478,6 +502,8 @@ class _Selection:
             links = [name for name in kept if (here / name).is_symlink()]
             inner[:] = [name for name in kept if name not in links]
             for name in (*sorted(names), *links):
+                if name in _DERIVED:
+                    continue
                 path = here / name
                 relative = path.relative_to(source).as_posix()
                 self.add(path, f"{target}/{relative}", top=source)
@@ -563,12 +589,14 @@ def _is_no_code(directory: Path, excluded: Sequence[Path]) -> bool:
         directory.name in _DERIVED
         or directory in excluded
         or any((directory / mark).is_file() for mark in _ENVIRONMENT_MARKS)
+        # A run directory, a checkpoint place.
         or ((directory / "run.json").is_file() and (directory / "plan.json").is_file())
+        or ((directory / "owner.json").is_file() and any(directory.glob("step-*/")))
     )
 
 
 def _without_results(top: Path, names: Iterable[str], excluded: Sequence[Path]) -> Iterator[str]:
-    """Untracked files that are no results: git may not have been told to ignore these."""
+    """Those files that are no results: git may not have been told to ignore these."""
     known: dict[str, bool] = {"": False}
 
     def no_code(directory: str) -> bool:
@@ -579,24 +607,6 @@ def _without_results(top: Path, names: Iterable[str], excluded: Sequence[Path]) 
         return known[directory]
 
     return (name for name in names if not no_code(name.rpartition("/")[0]))
-
-
-def _is_package(file: Path) -> bool:
-    return file.name.split(".")[0] == "__init__"
-
-
-def _place(file: Path) -> Path:
-    """The path of a module as its name has it: a package's directory, a file without suffix."""
-    return file.parent if _is_package(file) else file.with_name(file.name.split(".")[0])
-
-
-def _root(parts: Sequence[str], place: Path) -> Path | None:
-    """The directory that a module is found in by its dotted name; None if the names differ."""
-    for part in reversed(parts):
-        if place.name != part:
-            return None
-        place = place.parent
-    return place
 
 
 def _regular(name: str, directory: str) -> bool:

@@ -198,7 +198,7 @@ def _fill(
 
 def _results(run_root: Path, planned: Plan) -> list[Path]:
     """Directories that hold results of runs, and may lie among the code."""
-    place = Path(planned.checkpoint_uri)
+    place = Path(planned.checkpoint_uri.removeprefix("file://"))
     return [run_root, place] if place.is_absolute() else [run_root]
 
 

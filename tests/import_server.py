@@ -27,7 +27,11 @@ def serve() -> None:
         request = json.loads(line)
         child = os.fork()
         if child == 0:
-            sys.stdout.write(json.dumps(answer(request)) + "\n")
+            try:
+                said = answer(request)
+            except Exception as err:  # noqa: BLE001 - whatever an import raises is the answer
+                said = {"error": f"{type(err).__name__}: {err}"}
+            sys.stdout.write(json.dumps(said) + "\n")
             sys.stdout.flush()
             os._exit(0)
         os.waitpid(child, 0)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.spec.errors import SnapshotError
+from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
-from trainer.spec.snapshot import Snapshot, is_installed
+from trainer.spec.snapshot import Snapshot, import_root, is_installed, module_place
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +28,18 @@ def leave_live_trees(snapshot: Snapshot, run_dir: RunDir) -> None:
     sys.path[:] = [entry for entry in sys.path if not snapshot.is_live(Path(entry), run_dir)]
 
 
-def check_origin(snapshot: Snapshot, run_dir: RunDir) -> None:
+def check_origin(snapshot: Snapshot, run_dir: RunDir, spec: RunSpec) -> None:
     """Make sure that the components came from the copy. Called when all of them are built.
 
     Raises:
         SnapshotError: one did not; names both files.
     """
     code = run_dir.code.resolve()
+    kinds = {"model.kind": spec.model.kind, "data.kind": spec.data.kind}
     for component in snapshot.components:
+        if kinds[component.field].partition(":")[0] != component.module:
+            # A resume was told to use another one.
+            continue
         file = _file_of(component.module)
         if file is None or not file.resolve().is_relative_to(code):
             raise SnapshotError(
@@ -64,7 +69,10 @@ def imported() -> dict[str, Any]:
         if file is None or is_installed(file) or is_installed(file.resolve()):
             installed.add(name.partition(".")[0])
         elif file.is_file():
-            modules[name] = str(file.resolve())
+            root = import_root(name.split("."), module_place(file))
+            # Links below that are part of the module's name.
+            logical = file.resolve() if root is None else root.resolve() / file.relative_to(root)
+            modules[name] = str(logical)
     users = {name.partition(".")[0] for name in modules}
     mapped = {n: p for n, p in editable.items() if n.partition(".")[0] not in _NOT_THE_USERS}
     return {

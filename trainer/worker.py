@@ -81,7 +81,7 @@ def run(
             "the order of samples depends on their number: restore the data, or submit a new run",
         )
     model = build_model(plan.spec, data, device)
-    check_origin(snapshot, run_dir)
+    check_origin(snapshot, run_dir, plan.spec)
     group = _process_group(ranks, device)
     agree = Agreement(group)
     records = RunRecords(

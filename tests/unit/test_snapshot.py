@@ -65,7 +65,9 @@ class Imports:
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer
+        return answer
 
     def stop(self) -> None:
         with self._process as process:
@@ -299,6 +301,10 @@ def test_code_with_the_name_of_a_secret_is_refused(imports: Imports, tmp_path: P
     project = Project(imports, tmp_path, {"comp.py": "import id_tools", "id_tools.py": ""})
     with pytest.raises(SnapshotError, match=r"id_tools\.py: module id_tools is imported"):
         project.submit("comp")
+    shutil.rmtree(project.run_dir.code)
+    shutil.rmtree(project.top / ".git")
+    with pytest.raises(SnapshotError, match=r"id_tools\.py: module id_tools is imported"):
+        project.submit("comp")
 
 
 def test_links(imports: Imports, tmp_path: Path) -> None:
@@ -313,6 +319,7 @@ def test_links(imports: Imports, tmp_path: Path) -> None:
     (top / "out").symlink_to(outside)
     (top / "pkg" / "whole").symlink_to("..")
     (top / "dangling").symlink_to("nothing")
+    (top / "loop").symlink_to("loop")
     project.commit()
     project.submit("comp")
     copy = project.run_dir.code / "project"
@@ -323,6 +330,46 @@ def test_links(imports: Imports, tmp_path: Path) -> None:
     listed = (project.run_dir.code / "skipped.txt").read_text()
     assert f"project/out: a link out of the tree, to {outside}\n" in listed
     assert not secrets_in(project.run_dir.path)
+
+
+def test_imported_code_behind_links_is_copied(imports: Imports, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in ("one.py", "__init__.py", "later.py", ".env"):
+        (shared / name).write_text(MARK if name == ".env" else "")
+    files = {"own/__init__.py": "from own import one, inner\nimport pkg", "src/inner.py": ""}
+    project = Project(imports, tmp_path, files)
+    (project.top / "own" / "one.py").symlink_to(shared / "one.py")
+    (project.top / "own" / "inner.py").symlink_to("../src/inner.py")
+    (project.top / "pkg").symlink_to(shared)
+    project.commit()
+    (tmp_path / "way").symlink_to(project.top)
+    project.submit("own", cwd=tmp_path / "way")
+    shutil.rmtree(shared)
+    shutil.rmtree(project.top)
+    wanted = {
+        "own": "project/own/__init__.py",
+        "own.one": "project/own/one.py",
+        "own.inner": "project/src/inner.py",
+        "pkg.later": "project/pkg/later.py",
+    }
+    assert project.imports(*wanted) == wanted
+    assert not secrets_in(project.run_dir.path)
+
+
+def test_links_in_packages_outside_a_work_tree(imports: Imports, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "one.py").write_text("")
+    project = Project(
+        imports, tmp_path, {"real/__init__.py": "from own import one", "real/x": ""}, git=False
+    )
+    (project.top / "own").symlink_to("real")
+    (project.top / "real" / "one.py").symlink_to(shared / "one.py")
+    project.submit("own")
+    assert project.copied("packages") == {"own/__init__.py", "own/one.py", "own/x"}
+    shutil.rmtree(shared)
+    assert project.imports("own.one") == {"own.one": "packages/own/one.py"}
 
 
 def test_size_cap(imports: Imports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +395,8 @@ def test_results_among_the_code_are_not_copied(imports: Imports, tmp_path: Path)
         "old/b-1/run.json": "{}",
         "old/b-1/plan.json": "{}",
         "old/b-1/code/x.py": MARK,
+        "old/place/owner.json": "{}",
+        "old/place/step-00000001/x.bin": MARK,
         "env/pyvenv.cfg": "",
         "env/lib/x.py": MARK,
     }

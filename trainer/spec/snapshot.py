@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -93,6 +94,25 @@ def is_installed(path: Path) -> bool:
     if any(path.is_relative_to(directory) for directory in _standard_library()):
         return True
     return any(path.relative_to(above).parts[0] in _recorded(above) for above in path.parents)
+
+
+def is_package(file: Path) -> bool:
+    """Whether a module's file is that of a package."""
+    return file.name.split(".")[0] == "__init__"
+
+
+def module_place(file: Path) -> Path:
+    """The path of a module as its name has it: a package's directory, a file without suffix."""
+    return file.parent if is_package(file) else file.with_name(file.name.split(".")[0])
+
+
+def import_root(parts: Sequence[str], place: Path) -> Path | None:
+    """The directory that a module is found in by its dotted name; None if the names differ."""
+    for part in reversed(parts):
+        if place.name != part:
+            return None
+        place = place.parent
+    return place
 
 
 def holds_installed(directory: Path) -> bool:
