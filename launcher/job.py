@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -31,6 +32,8 @@ from trainer.spec.rundir import (
 _POLL_S = 0.1
 #: After one rank has failed its peers fail as well, when they lose it; then they are ended.
 _PEERS_LEAVE_S = 3.0
+#: One Ctrl-C may arrive twice: from the terminal, and from a wrapper that passes it on.
+_ONE_PRESS_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -239,8 +242,13 @@ class Supervisor:
 
     @contextmanager
     def _signals_counted(self) -> Generator[None]:
+        counted_at = -math.inf
+
         def count(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
+            nonlocal counted_at
+            if time.monotonic() - counted_at > _ONE_PRESS_S:
+                counted_at = time.monotonic()
+                self._signals.append(number)
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         # The terminal has gone, as when a connection drops; nohup asks for that to be ignored.

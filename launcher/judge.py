@@ -22,6 +22,12 @@ _NEVER_RETRIED = frozenset(
         "PlanError",
     )
 )
+#: What a rank's error says when it is another rank that has gone (gloo, and NCCL).
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process exited",
+)
 #: torch's error where the port for the ranks' rendezvous is in use, and how its message tells.
 _RENDEZVOUS_ERROR = "DistNetworkError"
 _PORT_TAKEN = "EADDRINUSE"
@@ -49,7 +55,8 @@ def judge(
     """Judge an attempt of which every rank has ended, by how each rank ended.
 
     The rank to blame is the first that failed by itself: its peers fail a moment later, when they
-    lose it. Ranks that saved (75) or finished (0) are not to blame, unless one claims to have
+    lose it. That they say so counts for more than the times, which lie too close together for that
+    on a busy machine. Ranks that saved (75) or finished (0) are not to blame, unless one claims to have
     finished early.
     """
     codes = {rank: _code(end) for rank, end in exits.items()}
@@ -67,7 +74,7 @@ def judge(
         reason = "stopped before the ranks could save"
         return Finding(Verdict.CANCELLED, reason, max(codes.values()))
 
-    rank = min(to_blame, key=lambda r: (exits[r].ended_at, r))
+    rank = min(to_blame, key=lambda r: (_lost_a_peer(reports.get(r)), exits[r].ended_at, r))
     end, report = exits[rank], reports.get(rank)
     where = f"rank {rank} on {end.node}"
 
@@ -168,6 +175,10 @@ def _signal_name(number: int) -> str:
 
 def _code(end: RankExit) -> int:
     return end.exit_code if end.exit_code is not None else 128 + (end.signal or 0)
+
+
+def _lost_a_peer(report: RankReport | None) -> bool:
+    return report is not None and any(words in (report.message or "") for words in _PEER_IS_GONE)
 
 
 def _reached_the_end(report: RankReport | None, total_steps: int | None) -> bool:

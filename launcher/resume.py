@@ -11,7 +11,7 @@ from launcher.load import changed_fields, dotted, dump_overrides, load_spec, rea
 from launcher.planner import replan
 from launcher.registry import absolute, read_plan
 from launcher.status import run_status
-from launcher.submit import refuse_later_parts
+from launcher.submit import refuse_foreign_place, refuse_later_parts
 from trainer.spec.errors import UsageError
 from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
@@ -50,7 +50,7 @@ def prepare_resume(
 
     Raises:
         UsageError: a change is not allowed. SpecError, PlanError: the changed spec is refused.
-            Nothing is changed then.
+            CheckpointError: the checkpoint place is another run's. Nothing is changed then.
     """
     old = read_plan(run_dir)
     given = [*read_overrides(run_dir.overrides), *overrides]
@@ -75,6 +75,7 @@ def prepare_resume(
             f"{new.total_steps} steps in all are fewer than the {saved} that are trained and saved",
             f"give {saved} or more",
         )
+    refuse_foreign_place(new)
     for field in changes:
         say(f"changed: {_change(field, old.spec, new.spec)}")
     if new.threads_per_rank != old.threads_per_rank:

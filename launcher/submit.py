@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import shell
 from launcher.environment import component_environment, importing
@@ -33,6 +33,9 @@ from trainer.spec import errors
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, append_event, utc_now, write_atomic
+
+if TYPE_CHECKING:
+    from trainer.store.checkpoints import CheckpointStore
 
 #: Opening a large data set over a slow file system takes its time; hanging for ever is no option.
 _PROBE_TIMEOUT_S = 600.0
@@ -78,6 +81,8 @@ def refuse_later_parts(checked: Plan) -> None:
             "resources.nodes is a range: elastic runs are planned, but not yet run by this version",
             f"write one number, such as nodes: {checked.nodes}",
         )
+    # Refuses places of a kind that is not yet supported.
+    _store_of(checked)
 
 
 def probe(spec: RunSpec, *, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -143,16 +148,11 @@ def _fill(
     say: Callable[[str], None],
 ) -> None:
     """Write a new run directory; what takes long or is likely to be refused comes first."""
-    from trainer.store.checkpoints import CheckpointStore
-    from trainer.store.storage import open_storage
-
     loaded = draft_.loaded
     planned = _plan_in(loaded, draft_.run_root, run_dir.path.name)
-    storage = open_storage(planned.checkpoint_uri, loaded.spec.checkpoint.storage_options)
-    store = CheckpointStore(storage, planned.run_id)
-    storage.probe()
-    if store.owner() is not None:
-        store.own()
+    store = _store_of(planned)
+    store.storage.probe()
+    refuse_foreign_place(planned)
 
     say("checking data and model")
     around = component_environment(environ, loaded.spec)
@@ -200,6 +200,22 @@ def _results(run_root: Path, planned: Plan) -> list[Path]:
     """Directories that hold results of runs, and may lie among the code."""
     place = Path(planned.checkpoint_uri.removeprefix("file://"))
     return [run_root, place] if place.is_absolute() else [run_root]
+
+
+def refuse_foreign_place(checked: Plan) -> None:
+    """Raises CheckpointError if the checkpoint place belongs to another run. Writes nothing."""
+    store = _store_of(checked)
+    if store.owner() not in (None, checked.run_id):
+        store.own()
+
+
+def _store_of(planned: Plan) -> CheckpointStore:
+    """Raises UsageError if the checkpoint place is of a kind that cannot be used."""
+    from trainer.store.checkpoints import CheckpointStore
+    from trainer.store.storage import open_storage
+
+    storage = open_storage(planned.checkpoint_uri, planned.spec.checkpoint.storage_options)
+    return CheckpointStore(storage, planned.run_id)
 
 
 def _plan_in(loaded: LoadedSpec, run_root: Path, run_id: str) -> Plan:

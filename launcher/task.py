@@ -32,11 +32,15 @@ def main(arguments: list[str]) -> int:
     _die_with_parent()
     run_dir = arguments[0]
     forward = _Forwarder()
+    # The trainer inherits the mask and lifts it when it has its handlers: a stop that reaches it
+    # earlier waits for that, where it would kill an interpreter that is just starting.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "trainer", run_dir],
         env={**os.environ, "VITRA_PARENT_PID": str(os.getpid())},
         stdin=subprocess.DEVNULL,
     )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     forward.to(child)
     code = child.wait()
     _record(RunDir(Path(run_dir)), code)

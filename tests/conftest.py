@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,11 @@ import yaml
 PATIENCE_S = 150.0
 
 _SERVER = "vitra_server.py"
+
+# A shell starts what it runs in the background with interrupts ignored, and a command inherits
+# that; the tests are about commands in the foreground, wherever they themselves run.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _TINY: dict[str, Any] = {
     "name": "tiny",

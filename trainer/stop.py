@@ -24,6 +24,8 @@ class StopFlag:
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Blocked by whoever started this process, so that none could come before its handler.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:

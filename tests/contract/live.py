@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +92,9 @@ class LiveRun:
         """Leave nothing running, however the test went."""
         self.command.kill()
         self.command.wait()
-        wait_until(lambda: not self.processes(), "the ranks to be gone")
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _paths(self) -> list[Path]:
         return [p.parent for p in (self.vitra.directory / "runs").glob("*/run.json")]

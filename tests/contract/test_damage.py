@@ -66,7 +66,8 @@ def test_all_damaged(vitra: Vitra, run_dir: Path) -> None:
 
 
 def test_training_longer(vitra: Vitra, run_dir: Path) -> None:
-    answer = vitra("resume", "tiny", "-o", "train.max_steps=26")
+    answer = vitra("resume", "tiny", "-o", "train.max_steps=26", "--json")
+    assert answer.json == {"run_id": run_dir.name, "run_dir": str(run_dir), "job_id": None}
     assert "changed: train.max_steps: 20 -> 26" in answer.stderr
     found = re.search(r"learning rate of step 21 is (\S+), it would have been", answer.stderr)
     assert found, answer.stderr

@@ -240,6 +240,7 @@ REFUSED_CHANGES = {
     "impossible": (("-o", "train.per_device_batch_size=3"), "per_device_batch_size"),
     "strategy": (("-o", "train.strategy=fsdp-full"), "not yet"),
     "elastic": (("-o", "resources.nodes={min: 1, max: 2}"), "not yet"),
+    "place": (("-o", "checkpoint.uri=s3://bucket", "-o", "train.max_steps=30"), "not yet"),
 }
 
 
@@ -254,6 +255,15 @@ def test_refused_change_changes_nothing(
     assert answer.stdout == ""
     (line,) = answer.stderr.splitlines()
     assert named in line
+
+
+def test_resume_into_the_place_of_another_run(finished: Finished, tmp_path: Path) -> None:
+    (tmp_path / "owner.json").write_text('{"run_id": "another-20260101-000000-abcd"}')
+    path = finished.path
+    words = ("-o", f"checkpoint.uri={tmp_path}", "-o", "train.max_steps=30")
+    answer, changed = changed_by(finished.vitra, path, "resume", str(path), *words, code=6)
+    assert changed == set()
+    assert "another-20260101-000000-abcd" in answer.stderr
 
 
 def test_allowed_change_of_what_was_trained(copied: tuple[Vitra, Path]) -> None:

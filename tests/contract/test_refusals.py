@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Vitra, run_python, tiny_spec, tree
+from tests.conftest import Vitra, run_python, tiny_spec, tree, vitra_command
+
+MAY_MOUNT = bool(shutil.which("unshare")) and not subprocess.call(
+    ["unshare", "-m", "true"], stderr=subprocess.DEVNULL
+)
 
 BAD_SPECS = {
     "no name": (tiny_spec(name=None), "name"),
@@ -107,6 +113,20 @@ def test_run_root_of_somebody_else(tmp_path: Path) -> None:
     )
     assert said.startswith(f"run root {theirs}"), said
     assert "Permission denied" in said
+
+
+@pytest.mark.skipif(not MAY_MOUNT, reason="needs to mount")
+def test_run_root_that_is_mounted_read_only(vitra: Vitra, tmp_path: Path) -> None:
+    spec, place = vitra.spec(), tmp_path / "place"
+    place.mkdir()
+    mount = 'mount -t tmpfs -o ro none "$1" && exec "$2" submit "$3" --local --run-root "$1/runs"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, "sh", place, vitra_command(), spec],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 6
+    assert done.stderr.decode().startswith(f"run root {place}/runs: Read-only file system")
 
 
 BAD_ROOTS = {
@@ -217,6 +237,7 @@ def test_missing_and_broken_data(vitra: Vitra, tmp_path: Path) -> None:
     _refused(vitra, "spec.yaml", "--local", code=2, named="info.json")
 
 
+@pytest.mark.slow
 def test_batch_larger_than_the_data(vitra: Vitra) -> None:
     vitra.spec(train__global_batch_size=128, train__per_device_batch_size=None)
     line = _refused(vitra, "spec.yaml", "--local", code=2, named="global_batch_size")

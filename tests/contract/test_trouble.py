@@ -49,8 +49,8 @@ def test_the_rank_to_blame(
 ) -> None:
     verdict, exit_code, named = TROUBLES[trouble]
     if workers and trouble.startswith("exit"):
-        # It is the data worker that leaves, and the rank that says so.
-        exit_code, named = 1, "DataLoader worker"
+        # It is the data worker that leaves, and the rank that says so, in torch's words.
+        exit_code, named = 1, "Error: "
     status = train(trouble, 5, data__num_workers=workers)
     assert status["state"] == "failed"
     (attempt,) = status["attempts"]

@@ -49,12 +49,15 @@ from trainer.store.storage import open_storage
 _PATIENCE_S = 90.0
 #: What has to be set before torch is loaded, as the launcher does.
 _FIXED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO"}
-#: torch loads the last when it is asked for deterministic algorithms, half a second's work.
+#: The last two are loaded late by numpy and torch, which would take each rank half a second.
 _PRELOADED = [
     "dist_helpers",
     "pytest",
     "trainer.__main__",
     "trainer.worker",
+    "trainer.data.synthetic",
+    "trainer.models.vla",
+    "numpy.ma",
     "torch._inductor.config",
 ]
 
@@ -98,9 +101,9 @@ def spec(world: int, *changes: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate(document)
 
 
-def planned(world: int, *changes: dict[str, Any], samples: int = 40) -> Plan:
-    """The plan of such a spec, for use without a run directory."""
-    return plan(spec(world, *changes), run_id="core-1", run_dir="/nowhere").with_samples(samples)
+def planned(world: int, *changes: dict[str, Any], run_dir: str = "/nowhere") -> Plan:
+    """The plan of such a spec, for use without a run."""
+    return plan(spec(world, *changes), run_id="core-1", run_dir=run_dir).with_samples(40)
 
 
 # -- Worlds ------------------------------------------------------------------------------------
@@ -299,9 +302,17 @@ class Ranks:
             process.join()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self._pid(rank), number)
+
+    def data_workers(self, rank: int) -> list[int]:
+        """The process ids of a rank's data workers."""
+        pid = self._pid(rank)
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+    def _pid(self, rank: int) -> int:
         pid = self._processes[rank].pid
         assert pid is not None
-        os.kill(pid, number)
+        return pid
 
     def wait_for_step(self, step: int) -> None:
         """Returns once rank 0 has recorded `step`."""

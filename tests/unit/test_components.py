@@ -27,15 +27,14 @@ def test_built_in_names_are_those_of_the_spec() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(BUILT_IN_DATA))
-def test_built_in_data_offers_the_protocol(kind: str) -> None:
-    data = resolve(kind, BUILT_IN_DATA, "data.kind")({}, 1)
+def test_built_in_data_is_there(kind: str) -> None:
+    assert callable(resolve(kind, BUILT_IN_DATA, "data.kind"))
+
+
+def test_built_in_components_offer_the_protocols() -> None:
+    data = resolve("synthetic", BUILT_IN_DATA, "data.kind")({}, 1)
     assert isinstance(data, Dataset)
     assert isinstance(data.meta, DataMeta)
-    assert len(data) > 0
-
-
-def test_the_built_in_model_offers_the_protocols() -> None:
-    data = resolve("synthetic", BUILT_IN_DATA, "data.kind")({}, 1)
     model = resolve("vla", BUILT_IN_MODELS, "model.kind")({}, ModelContext(data.meta, 4))
     assert isinstance(model, Model)
     assert isinstance(model, DrawsPerSample)

@@ -22,6 +22,7 @@ class End:
     at: float = 0.0
     error: str | None = None
     step: int | None = 7
+    said: str = "what it said"
 
 
 def judged(*ends: End, stop_asked: bool = False) -> Finding:
@@ -40,7 +41,7 @@ def judged(*ends: End, stop_asked: bool = False) -> Finding:
                 rank=rank,
                 exit_code=end.code,
                 error=end.error,
-                message="what it said",
+                message=end.said,
                 last_step=end.step,
             )
     return judge(exits, reports, total_steps=TOTAL, stop_asked=stop_asked)
@@ -140,6 +141,7 @@ def past(verdict: str, progress: bool = False) -> PastAttempt:
 ERROR, OOM, HANG = past("error"), past("out_of_memory"), past("hang")
 PREEMPTED, NODE = past("preempted"), past("node_failure")
 TIME = past("time_limit")
+PORT_TAKEN = "DistNetworkError"
 ON_ERROR = {"restart_on": ["error", "preemption", "node_failure", "hang", "time_limit"]}
 
 #: name: (policy, history, error of the last one, starts again, final verdict)
@@ -209,6 +211,8 @@ DECISIONS = {
         "no_progress",
     ),
     "preempted after hangs": ({}, [HANG, HANG, PREEMPTED], None, True, "preempted"),
+    "port taken": ({}, [ERROR], PORT_TAKEN, True, "error"),
+    "port taken for ever": ({}, [ERROR] * 3, PORT_TAKEN, False, "no_progress"),
     "no progress, own limit": ({"max_no_progress": 1}, [HANG], None, False, "no_progress"),
 }
 
@@ -225,7 +229,8 @@ def test_decide(
     restart: bool,
     verdict: str,
 ) -> None:
-    finding = Finding(history[-1].verdict, "why", error=error)
+    reason = "why: name: EADDRINUSE" if error == PORT_TAKEN else "why"
+    finding = Finding(history[-1].verdict, reason, error=error)
     decision = decide(finding, history, RetrySpec.model_validate(policy))
     assert (decision.restart, decision.verdict) == (restart, verdict)
     assert decision.state is (RunState.REQUEUED if restart else RunState.FAILED)
@@ -240,3 +245,19 @@ def test_final_verdicts(verdict: Verdict, state: RunState) -> None:
     policy = RetrySpec(restart_on=("error",), max_error_restarts=9)
     decision = decide(Finding(verdict, "why"), [PastAttempt(verdict, True)], policy)
     assert (decision.restart, decision.state) == (False, state)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:21194. This is typically caused by",
+        "[pair.cc:534] Read error [127.0.0.1]:21194: Connection reset by peer",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_a_rank_that_lost_its_peer_is_not_to_blame_however_early(said: str) -> None:
+    lost = End(1, at=1.0, error="RuntimeError", said=said)
+    finding = judged(lost, End(3, at=1.1, error=None, step=None))
+    assert (finding.failed_rank, finding.exit_code) == (1, 3)
+    # Where all say so, somebody still has to be named.
+    assert judged(lost, lost).failed_rank == 0

@@ -19,12 +19,10 @@ def epoch(order: SampleOrder, number: int) -> list[int]:
     return indices.tolist()
 
 
-@pytest.mark.parametrize("seed", [0, 42])
-def test_every_epoch_is_a_permutation_at_every_small_size(seed: int) -> None:
+def test_every_epoch_is_a_permutation_at_every_small_size() -> None:
     for n in range(1, 301):
-        order = SampleOrder(n, seed)
-        for number in (0, 3):
-            assert sorted(epoch(order, number)) == list(range(n)), (n, number)
+        for seed, number in ((0, n % 4), (n, 1000)):
+            assert sorted(epoch(SampleOrder(n, seed), number)) == list(range(n)), (n, seed, number)
 
 
 @settings(max_examples=40, deadline=None)
@@ -82,7 +80,7 @@ def test_a_batch_may_span_epochs() -> None:
 
 
 def test_small_orders_are_all_equally_likely() -> None:
-    epochs = 1200
+    epochs = 600
     _, indices = SampleOrder(3, seed=8).at(np.arange(3 * epochs, dtype=np.int64))
     orders = [tuple(row) for row in indices.reshape(epochs, 3).tolist()]
     counts = np.array([orders.count(order) for order in itertools.permutations(range(3))])
@@ -92,7 +90,7 @@ def test_small_orders_are_all_equally_likely() -> None:
 
 
 def test_each_sample_comes_first_equally_often() -> None:
-    epochs = 800
+    epochs = 500
     firsts = SampleOrder(5, seed=2).at(np.arange(epochs, dtype=np.int64) * 5)[1]
     counts = np.bincount(firsts, minlength=5)
     # 4 degrees of freedom; beyond 18.5 lies a probability of 0.001.

@@ -42,8 +42,7 @@ class RankReport(BaseModel):
     """What a trainer process says of its own end (attempts/K/rank_R.report.json).
 
     A process killed outright writes none. `error` is the error's class name, `message` its one
-    line; `last_step` the last finished optimizer step, `saved_step` the step of the newest
-    checkpoint that this attempt committed.
+    line; `last_step` the last finished optimizer step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +52,6 @@ class RankReport(BaseModel):
     error: str | None = None
     message: str | None = None
     last_step: int | None = None
-    saved_step: int | None = None
 
 
 class RankExit(BaseModel):

@@ -61,8 +61,8 @@ class DDPStrategy(TrainingStrategy):
 
 
 # torch compares the annotations of a hook with classes, and in this module they would be strings.
-def _reduce_in_bfloat16(_state, bucket):  # noqa: ANN001, ANN202
-    """A communication hook: sum in bfloat16, half the bytes; divide in the gradients' own precision.
+def _reduce_in_bfloat16(_state, bucket):
+    """A communication hook: sums in bfloat16, half the bytes; divides in the full precision.
 
     torch's own one accepts no gloo.
     """

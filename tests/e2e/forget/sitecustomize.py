@@ -18,15 +18,13 @@ from typing import Any
 
 def _forget_after_load(forget: Callable[[Any], None]) -> Callable[[ModuleType], None]:
     def patch(module: ModuleType) -> None:
-        original = module.Checkpointer._load_files
+        original = module.Checkpointer._load
 
-        def load_files(
-            self: Any, manifest: Any, read_file: Any, read_range: Any, strategy: Any, **kw: Any
-        ) -> None:
-            original(self, manifest, read_file, read_range, strategy, **kw)
+        def load(self: Any, store: Any, ref: Any, strategy: Any, **kw: Any) -> None:
+            original(self, store, ref, strategy, **kw)
             forget(strategy)
 
-        module.Checkpointer._load_files = load_files
+        module.Checkpointer._load = load
 
     return patch
 
