@@ -208,6 +208,7 @@ class _Taker:
         self._excluded = excluded
         self._environ = environ
         self._say = say
+        self._said: set[str] = set()
         self._trees: list[_Tree] = []
         self._selection = _Selection(code)
         #: Directories of code/ to import from, in order.
@@ -251,11 +252,11 @@ class _Taker:
             git = WorkTree(file.parent, self._environ)
             listing = git.listing()
         except NotTracked as err:
-            self._say(f"{file.parent}: {err.message}: only the component's own package is copied")
+            self._say_once(f"{file.parent}: {err.message}; only the package itself is copied")
             return
         relative = file.relative_to(git.top).as_posix()
         if relative not in (*listing.tracked, *listing.untracked):
-            self._say(f"{file} is ignored by git: only its own package is copied")
+            self._say_once(f"{file}: ignored by git; only the package itself is copied")
             return
         names = _without_results(git.top, (*listing.tracked, *listing.untracked), self._excluded)
         tree = _Tree(git, self._free_name(git.top.name), bool(listing.untracked))
@@ -264,6 +265,12 @@ class _Taker:
         for name in listing.unreadable:
             self._selection.skip(f"{tree.copy_at}/{name}", "a git repository that cannot be read")
         self._trees.append(tree)
+
+    def _say_once(self, text: str) -> None:
+        """Two components often come from one place."""
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _free_name(self, name: str) -> str:
         # PYTHONPATH has no way to write a colon.
