@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from trainer.spec.plan import Plan
 from trainer.spec.pulse import PULSE_VARIABLE
 from trainer.spec.ranks import LAUNCH_VARIABLES
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
+from trainer.spec.snapshot import Snapshot
 
 #: Left over in a shell from another launcher or allocation, these send ranks looking for strangers.
 _STALE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_")
@@ -63,3 +66,30 @@ def rank_environment(
         "VITRA_ATTEMPT": str(attempt),
     }
     return component_environment({**environ, **fixed}, plan.spec) | launch
+
+
+def importing(environ: Mapping[str, str], path: Iterable[str]) -> dict[str, str]:
+    """`environ` with these directories, and no others, to import from before what is installed."""
+    joined = os.pathsep.join(dict.fromkeys(path))
+    rest = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
+    return rest | ({"PYTHONPATH": joined} if joined else {})
+
+
+def with_own_code(
+    environ: Mapping[str, str], run_dir: RunDir, snapshot: Snapshot
+) -> dict[str, str]:
+    """`environ` such that a rank imports the code that was submitted, wherever it is started.
+
+    What PYTHONPATH names comes after that, less the trees that were copied: those may have changed.
+    """
+    present = environ.get("PYTHONPATH", "").split(os.pathsep)
+    # A relative directory meant another one at submit, where it was made absolute.
+    others = [entry for entry in present if Path(entry).is_absolute()]
+    return importing(
+        environ,
+        (
+            *(str(run_dir.code / place) for place in snapshot.path),
+            *snapshot.outside,
+            *(entry for entry in others if not snapshot.is_live(Path(entry), run_dir)),
+        ),
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import shell
-from launcher.environment import component_environment
+from launcher.environment import component_environment, importing
 from launcher.load import LoadedSpec, dump_overrides, load_spec
 from launcher.planner import check_samples, plan
 from launcher.registry import (
@@ -28,6 +28,7 @@ from launcher.registry import (
     user_name,
 )
 from launcher.request import build_request, render
+from launcher.snapshot import Seen, place_vitra, take_snapshot, user_path
 from trainer.spec import errors
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec
@@ -87,6 +88,8 @@ def refuse_later_parts(checked: Plan) -> None:
 def probe(spec: RunSpec, *, environ: Mapping[str, str]) -> dict[str, Any]:
     """Open the data set and build the model in a process of their own, as a rank would.
 
+    `environ` is all of that process's environment, PYTHONPATH included.
+
     Raises:
         UsageError: a component cannot be used, or its data cannot be read.
         VitraError: the probe itself came to no answer.
@@ -95,7 +98,7 @@ def probe(spec: RunSpec, *, environ: Mapping[str, str]) -> dict[str, Any]:
         [sys.executable, "-P", "-m", "trainer", "--probe"],
         timeout_s=_PROBE_TIMEOUT_S,
         stdin=spec.model_dump_json().encode(),
-        env=component_environment(environ, spec) | {"VITRA_PARENT_PID": str(os.getpid())},
+        env={**environ, "VITRA_PARENT_PID": str(os.getpid())},
     )
     try:
         result: dict[str, Any] = json.loads(answer.stdout)
@@ -105,7 +108,7 @@ def probe(spec: RunSpec, *, environ: Mapping[str, str]) -> dict[str, Any]:
             f"checking data and model failed with exit code {answer.returncode}: {last}"
         ) from None
     if "error" in result:
-        kind = getattr(errors, result["error"])
+        kind = getattr(errors, result["error"], errors.UsageError)
         # Nothing has run yet, so whatever cannot be used is a fault of the spec.
         refusal = kind if issubclass(kind, errors.CheckpointError) else errors.UsageError
         raise refusal(result["message"], result["hint"])
@@ -152,9 +155,24 @@ def _fill(
     refuse_foreign_place(planned)
 
     say("checking data and model")
-    found = probe(loaded.spec, environ=environ)
+    around = component_environment(environ, loaded.spec)
+    path = user_path(loaded.spec, absolute("."), around.get("PYTHONPATH", ""))
+    vitra = place_vitra(run_dir.code, path)
+    imports = path if vitra is None else [str(vitra), *path]
+    found = probe(loaded.spec, environ=importing(around, imports))
     check_samples(planned, found["n_samples"])
     say(f"{found['n_samples']} samples, {found['n_parameters']:,} parameters")
+    for note in found["notes"]:
+        say(note)
+    take_snapshot(
+        run_dir,
+        loaded.spec,
+        Seen.from_answer(found),
+        path=path,
+        excluded=_results(draft_.run_root, planned),
+        environ=environ,
+        say=say,
+    )
 
     write_atomic(run_dir.spec, loaded.text)
     write_atomic(run_dir.overrides, dump_overrides(loaded.overrides))
@@ -176,6 +194,12 @@ def _fill(
     )
     store.own()
     write_atomic(run_dir.record, record.model_dump_json(indent=1).encode())
+
+
+def _results(run_root: Path, planned: Plan) -> list[Path]:
+    """Directories that hold results of runs, and may lie among the code."""
+    place = Path(planned.checkpoint_uri.removeprefix("file://"))
+    return [run_root, place] if place.is_absolute() else [run_root]
 
 
 def refuse_foreign_place(checked: Plan) -> None:

@@ -6,7 +6,9 @@ A `kind` is a built-in name or `package.module:factory`. A factory is called as
     model:  factory(options: Mapping[str, Any], context: ModelContext) -> Model
 
 and what it returns needs nothing but the members of the protocols below; there is no base class to
-inherit and nothing to register.
+inherit and nothing to register. A class whose constructor takes these two is a factory as well. The
+probe tries own components out before a run is submitted (`trainer.checks`): a batch of two samples,
+the initial weights, and one forward pass.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Dataset(Protocol):
         ...
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Stack samples (with what the model's `draw` added to each) into one batch."""
+        """Stack samples (with what the model's `draws` added to each) into one batch."""
         ...
 
 
@@ -72,12 +74,17 @@ class ModelContext:
 class Model(Protocol):
     """An nn.Module that offers, beside its parameters, what a run needs to train it exactly.
 
+    It is built on the meta device, where tensors have shapes and no values: values that its
+    constructor sets are lost, and come from `init_parameter` and `init_buffers` alone. That is how
+    a model larger than one rank's memory can be built sharded.
+
     `forward(batch)` returns the SUM of the loss over the valid elements, a float32 scalar;
     `loss_count(batch)` how many valid elements there are, from the batch alone. The trainer divides
     the one by the other over the whole global batch, so unequal masks cannot skew the mean.
     """
 
-    #: Prefixes of parameter names that make up the backbone; all others are the action model.
+    #: Prefixes of parameter names that make up the backbone, () for none; all others are the action
+    #: model. The two can have learning rates of their own, and the backbone can be frozen.
     backbone_prefixes: tuple[str, ...]
     #: Module classes to shard one by one, and to recompute in the backward pass.
     shard_classes: tuple[type[nn.Module], ...]
@@ -88,7 +95,10 @@ class Model(Protocol):
     def loss_count(self, batch: Batch) -> int: ...
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill one full-sized parameter in place, drawing only from `generator`."""
+        """Fill one full-sized parameter in place, drawing only from `generator`.
+
+        `name` is the one in `named_parameters`. Called once for each, in any order.
+        """
         ...
 
     def init_buffers(self) -> None:

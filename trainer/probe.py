@@ -7,25 +7,33 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-from trainer.components import Dataset, Model
+from trainer.checks import check_initialization, check_training, trial_batch
+from trainer.components import BUILT_IN_DATA, BUILT_IN_MODELS, Dataset
 from trainer.data.keyed import SampleRandom
+from trainer.data.loader import reseed
+from trainer.snapshot import imported
 from trainer.spec.errors import UsageError, VitraError
 from trainer.spec.run import RunSpec
-from trainer.worker import build_data, empty_model
+from trainer.spec.snapshot import is_installed
+from trainer.worker import build_data, build_model, empty_model
 
 _LONGEST_MESSAGE = 500
+#: Larger models are not tried out: a submit host may have little memory.
+_TRIED_PARAMETERS = 50_000_000
 
 
 def probe(spec_json: bytes, out: TextIO) -> int:
     """Check the components of a spec; writes one JSON document. Returns 0 or the error's exit code.
 
-    On success {"n_samples", "n_parameters", "versions"}, else {"error": class, "message", "hint"}.
-    Whatever a component raises that is no VitraError is reported as a UsageError.
+    On success {"n_samples", "n_parameters", "versions", "notes"} and what
+    `trainer.snapshot.imported` tells, else {"error": class, "message", "hint"}. Whatever a
+    component raises that is no VitraError is reported as a UsageError.
     """
     try:
         result = _look(RunSpec.model_validate_json(spec_json))
@@ -40,13 +48,12 @@ def probe(spec_json: bytes, out: TextIO) -> int:
 def _look(spec: RunSpec) -> dict[str, Any]:
     with _blamed_on("data.kind", spec.data.kind):
         data = build_data(spec)
-        _check_members("data.kind", spec.data.kind, data, Dataset)
         data.sample(0, SampleRandom(spec.seed, 0, 0))
         n_samples = len(data)
     with _blamed_on("model.kind", spec.model.kind):
         model = empty_model(spec, data)
-        _check_members("model.kind", spec.model.kind, model, Model)
         n_parameters = sum(p.numel() for p in model.parameters())
+    notes = [] if _both_built_in(spec) else _try_out(spec, data, model, n_parameters)
     return {
         "n_samples": n_samples,
         "n_parameters": n_parameters,
@@ -55,30 +62,68 @@ def _look(spec: RunSpec) -> dict[str, Any]:
             "numpy": np.__version__,
             "python": sys.version.split()[0],
         },
+        "notes": notes,
+        **imported(),
     }
 
 
+def _both_built_in(spec: RunSpec) -> bool:
+    return spec.data.kind in BUILT_IN_DATA and spec.model.kind in BUILT_IN_MODELS
+
+
+def _try_out(spec: RunSpec, data: Dataset, model: Any, n_parameters: int) -> list[str]:
+    """Train own components for half a step: a batch, initial weights, one forward pass.
+
+    Returns notes on what could not be tried here.
+    """
+    with _blamed_on("data.kind", spec.data.kind):
+        batch = trial_batch(spec, data, model)
+    if n_parameters > _TRIED_PARAMETERS:
+        return ["the model is too large to be tried out here: its forward pass was not checked"]
+    on_cpu = spec.resources.gpu_count == 0
+    with _blamed_on("model.kind", spec.model.kind):
+        # As the ranks will; it also fills new memory with nan.
+        strict = on_cpu and spec.train.deterministic is not False
+        torch.use_deterministic_algorithms(True, warn_only=not strict)
+        model = check_initialization(
+            spec.model.kind,
+            lambda: build_model(spec, data, torch.device("cpu")),
+            lambda number: reseed("probe", number),
+        )
+    try:
+        with _blamed_on("model.kind", spec.model.kind, f" on samples of {spec.data.kind!r}"):
+            check_training(spec, model, batch)
+    except UsageError as err:
+        # What it raised by itself may well be for want of a GPU.
+        if on_cpu or err.__cause__ is None:
+            raise
+        return [f"the model's forward pass cannot be tried without a GPU: {err.message}"]
+    return []
+
+
 @contextmanager
-def _blamed_on(field: str, kind: str) -> Iterator[None]:
+def _blamed_on(field: str, kind: str, doing: str = "") -> Iterator[None]:
     """Turn what a component raises by mistake into one line that names it and the place."""
     try:
         yield
     except VitraError:
         raise
     except (Exception, SystemExit) as err:
-        place = traceback.extract_tb(err.__traceback__)[-1]
         text = " ".join(str(err).split())[:_LONGEST_MESSAGE]
         raise UsageError(
-            f"{field}: {kind!r} raised {type(err).__name__}: {text}",
-            f"raised in {place.filename}, line {place.lineno}",
+            f"{field}: {kind!r}{doing} raised {type(err).__name__}: {text}",
+            f"raised in {_place_of(err)}",
         ) from err
 
 
-def _check_members(field: str, kind: str, made: object, protocol: type) -> None:
-    names = [*protocol.__annotations__, *(name for name in vars(protocol) if name[0] != "_")]
-    missing = [name for name in names if not hasattr(made, name)]
-    if missing:
-        raise UsageError(
-            f"{field}: {kind!r} gave a {type(made).__name__} without {', '.join(missing)}",
-            f"the members that it needs are those of {protocol.__module__}.{protocol.__name__}",
-        )
+def _place_of(error: BaseException) -> str:
+    """The innermost place of the user's own code that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(__file__).parent
+    own = [
+        frame
+        for frame in frames
+        if not is_installed(Path(frame.filename)) and ours not in Path(frame.filename).parents
+    ]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

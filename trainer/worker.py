@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainer.agree import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.initial import load_initial_weights
+from trainer.checks import check_dataset, check_factory, check_model
 from trainer.components import (
     BUILT_IN_DATA,
     BUILT_IN_MODELS,
@@ -29,6 +30,7 @@ from trainer.data.loader import RankLoader
 from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
 from trainer.records import RunRecords
+from trainer.snapshot import check_origin, leave_live_trees
 from trainer.spec.errors import DataError, RankMismatch
 from trainer.spec.outcome import EXIT_SAVED
 from trainer.spec.plan import Plan
@@ -36,6 +38,7 @@ from trainer.spec.pulse import Phase, patience_s
 from trainer.spec.ranks import RankInfo
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
+from trainer.spec.snapshot import Snapshot
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
@@ -75,6 +78,8 @@ def run(
     plan = Plan.read(run_dir.attempt(ranks.attempt).plan)
     _check_world(plan, ranks)
     device = _prepare_torch(plan, ranks)
+    snapshot = Snapshot.read(run_dir)
+    leave_live_trees(snapshot, run_dir)
 
     data = build_data(plan.spec)
     if plan.n_samples != len(data):
@@ -83,6 +88,7 @@ def run(
             "the order of samples depends on their number: restore the data, or submit a new run",
         )
     model = build_model(plan.spec, data, device)
+    check_origin(snapshot, run_dir, plan.spec)
     pulse.reached(Phase.JOINING, 0)
     group = _process_group(plan, ranks, device)
     pulse.reached(Phase.PREPARING, 0)
@@ -152,10 +158,13 @@ def build_data(spec: RunSpec) -> Dataset:
     """Open the data set that the spec names.
 
     Raises:
-        UsageError: its kind cannot be imported. DataError: it cannot be read, or is empty.
+        UsageError: its kind cannot be imported, or gives no data set.
+        DataError: it cannot be read, or is empty.
     """
     factory = resolve(spec.data.kind, BUILT_IN_DATA, "data.kind")
+    check_factory("data.kind", spec.data.kind, factory, ("options", "seed"))
     data: Dataset = factory(spec.data.options, spec.seed)
+    check_dataset(spec.data.kind, data)
     if len(data) < 1:
         raise DataError(f"data: {spec.data.kind} has no samples to train on")
     return data
@@ -165,12 +174,15 @@ def empty_model(spec: RunSpec, data: Dataset) -> Any:
     """The model on the meta device: options and shapes are checked, and nothing is allocated.
 
     Raises:
-        UsageError: its kind cannot be imported, or it does not go with the data.
+        UsageError: its kind cannot be imported, gives no model, or does not go with the data.
     """
     factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
+    check_factory("model.kind", spec.model.kind, factory, ("options", "context"))
     context = ModelContext(data.meta, spec.train.repeated_diffusion_steps)
     with torch.device("meta"):
-        return factory(spec.model.options, context)
+        model = factory(spec.model.options, context)
+    check_model(spec.model.kind, model)
+    return model
 
 
 def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:

@@ -14,11 +14,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from launcher import shell
-from launcher.environment import rank_environment
+from launcher.environment import rank_environment, with_own_code
 from trainer.spec.errors import SchedulerUnavailable
 from trainer.spec.outcome import RankExit
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir
+from trainer.spec.snapshot import Snapshot
 
 _ADDRESS = "127.0.0.1"
 #: Below the range from which the kernel gives ports to outgoing connections.
@@ -47,7 +48,11 @@ class LocalLauncher:
         self, run_dir: RunDir, plan: Plan, attempt: int, more: Mapping[str, str]
     ) -> LocalRanks:
         port = free_port()
-        common = {**rank_environment(self._environ, plan, run_dir, attempt), **more}
+        common = with_own_code(
+            {**rank_environment(self._environ, plan, run_dir, attempt), **more},
+            run_dir,
+            Snapshot.read(run_dir),
+        )
         working_dir = self._working_dir if self._working_dir.is_dir() else run_dir.path
         processes: list[shell.Process] = []
         group = LocalRanks(run_dir, attempt, processes)

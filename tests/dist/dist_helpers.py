@@ -40,6 +40,7 @@ from trainer.spec.outcome import RankReport
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, read_lines
+from trainer.spec.snapshot import Snapshot
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest
 from trainer.store.storage import open_storage
@@ -201,6 +202,8 @@ class Run:
         self._changes = changes
         self.dir = RunDir(root / "core-1")
         self.dir.attempts.mkdir(parents=True)
+        self.dir.code.mkdir()
+        (self.dir.code / "snapshot.json").write_text(Snapshot().model_dump_json())
         self.samples = spec(world, *changes).data.options.get("samples", 40)
 
     def start(

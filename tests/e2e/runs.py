@@ -58,16 +58,23 @@ def spec(world: int, **changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Run:
-    """One run: started, killed and resumed through the command line."""
+    """One run: started, killed and resumed through the command line, from `cwd`."""
 
     def __init__(
-        self, root: Path, document: dict[str, Any], env: Mapping[str, str] | None = None
+        self,
+        root: Path,
+        document: dict[str, Any],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        python: Path | None = None,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self._root = root
         self._spec = root / "spec.yaml"
         self._spec.write_text(yaml.safe_dump(document, sort_keys=False))
         self._env = {**os.environ, **(env or {})}
+        self._python = str(python or sys.executable)
+        self.cwd = cwd
 
     @property
     def dir(self) -> Path:
@@ -83,7 +90,7 @@ class Run:
         with (self._root / "terminal.log").open("ab") as log:
             return subprocess.Popen(
                 [
-                    sys.executable,
+                    self._python,
                     "-P",
                     "-m",
                     "launcher.cli",
@@ -94,6 +101,7 @@ class Run:
                 ],
                 stdout=log,
                 stderr=log,
+                cwd=self.cwd,
                 env={**self._env, **(env or {})},
             )
 

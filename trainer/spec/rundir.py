@@ -43,6 +43,11 @@ class RunDir:
         return self.path / "submit.sbatch"
 
     @property
+    def code(self) -> Path:
+        """The code that every attempt runs, as it was at submit (`trainer.spec.snapshot`)."""
+        return self.path / "code"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
