@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import shell
+from launcher.ask import ask_trainer
 from launcher.checkpoints import checkpoint_place
 from launcher.environment import without_stale
 from launcher.registry import absolute
@@ -142,19 +141,13 @@ def _ask_trainer(request: Mapping[str, Any], environ: Mapping[str, str]) -> dict
     Raises:
         VitraError: what the trainer met, or that it came to no answer.
     """
-    answer = shell.run(
-        [sys.executable, "-P", "-m", "trainer", "--export"],
+    result = ask_trainer(
+        "export",
+        json.dumps(request).encode(),
+        environ=without_stale(environ),
         timeout_s=_TIMEOUT_S,
-        stdin=json.dumps(request).encode(),
-        env=without_stale(environ) | {"VITRA_PARENT_PID": str(os.getpid())},
+        doing="writing the weights",
     )
-    try:
-        result: dict[str, Any] = json.loads(answer.stdout)
-    except ValueError:
-        last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise errors.VitraError(
-            f"writing the weights failed with exit code {answer.returncode}: {last}"
-        ) from None
     if "error" in result:
         raise getattr(errors, result["error"])(result["message"], result["hint"])
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sys
@@ -15,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import shell
+from launcher.ask import ask_trainer
 from launcher.environment import component_environment, importing
 from launcher.load import LoadedSpec, dump_overrides, load_spec
 from launcher.planner import check_samples, plan
@@ -94,19 +93,13 @@ def probe(spec: RunSpec, *, environ: Mapping[str, str]) -> dict[str, Any]:
         UsageError: a component cannot be used, or its data cannot be read.
         VitraError: the probe itself came to no answer.
     """
-    answer = shell.run(
-        [sys.executable, "-P", "-m", "trainer", "--probe"],
+    result = ask_trainer(
+        "probe",
+        spec.model_dump_json().encode(),
+        environ=environ,
         timeout_s=_PROBE_TIMEOUT_S,
-        stdin=spec.model_dump_json().encode(),
-        env={**environ, "VITRA_PARENT_PID": str(os.getpid())},
+        doing="checking data and model",
     )
-    try:
-        result: dict[str, Any] = json.loads(answer.stdout)
-    except ValueError:
-        last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise errors.VitraError(
-            f"checking data and model failed with exit code {answer.returncode}: {last}"
-        ) from None
     if "error" in result:
         kind = getattr(errors, result["error"], errors.UsageError)
         # Nothing has run yet, so whatever cannot be used is a fault of the spec.
