@@ -51,9 +51,12 @@ def test_killed_three_times_equals_whole(number: int, whole: Any, tmp_path: Path
     assert results["metrics"] == expected["metrics"]
     assert results["samples"] == expected["samples"]
     assert results["state"] == expected["state"]
-    assert len(run.events("attempt")) == 4
+    # Any other program may take the chosen port first; then the run starts again by itself.
+    no_port = {e["attempt"] for e in run.events("ended") if "EADDRINUSE" in e["reason"]}
+    attempts = [e for e in run.events("attempt") if e["attempt"] not in no_port]
+    assert len(attempts) == 4
     # The first kill may come before the first checkpoint; later ones cost an interval at most.
-    resumes = [e["resume_step"] for e in run.events("attempt")]
+    resumes = [e["resume_step"] for e in attempts]
     assert resumes[0] is None
     assert all(r >= low - 4 for r, (low, _) in zip(resumes[2:], KILL_WINDOWS[1:], strict=True))
 
