@@ -127,7 +127,10 @@ def submit_local(
             shutil.rmtree(run_dir.path, ignore_errors=True)
         _remove_empty(made)
         if isinstance(err, OSError):
-            raise errors.StorageError(f"run root {draft_.run_root}: {err}") from err
+            raise errors.StorageError(
+                f"run root {draft_.run_root}: {err.strerror or err}",
+                "mend that, or name another with --run-root, run_root or $VITRA_RUN_ROOT",
+            ) from err
         raise
     return run_dir
 
