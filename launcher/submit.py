@@ -149,6 +149,9 @@ def _fill(
     store = _store_of(planned)
     store.storage.probe()
     refuse_foreign_place(planned)
+    source = loaded.spec.checkpoint.init_from
+    if source is not None and not Path(source).exists():
+        raise errors.NotFound(f"checkpoint.init_from={source}: there is nothing there")
 
     say("checking data and model")
     around = component_environment(environ, loaded.spec)

@@ -137,7 +137,7 @@ def test_a_damaged_run_hides_no_other(vitra: Vitra) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_runs(vitra: Vitra) -> None:
-    """Of all these only those that are asked for are looked at, so the rest cost next to nothing."""
+    """Only those that are asked for are looked at, so the others cost next to nothing."""
     a_run(vitra, "newest-20270101-000000-aaaa", *STARTED)
     runs = vitra.directory / "runs"
     made = make_run(vitra.directory / "made", "policy-20260101-000000-aaaa") / "run.json"
