@@ -9,8 +9,10 @@ import os
 import secrets
 import shlex
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +145,13 @@ def runs(run_root: Path) -> Iterator[str]:
     Raises:
         StorageError: the root is there and cannot be read.
     """
-    try:
-        with os.scandir(run_root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as err:
-        raise StorageError(f"run root {run_root}: {err.strerror}") from err
-    names.sort(key=_made_at, reverse=True)
-    yield from (name for name in names if _is_run(run_root / name))
+    yield from (name for name in _directories(run_root) if _is_run(run_root / name))
 
 
 def find_run(text: str, run_root: Path) -> RunDir:
     """The run that `text` means: a path, a run id, a name (its newest run), or a unique prefix.
+
+    Among 10,000 runs on a shared disk, only those that it may mean are looked at.
 
     Raises:
         NotFound: none. UsageError: a prefix of several.
@@ -165,13 +161,16 @@ def find_run(text: str, run_root: Path) -> RunDir:
     path = absolute(text)
     if _is_run(path):
         return RunDir(path)
-    known = list(runs(run_root))
-    if text in known:
+    known = _directories(run_root)
+    if text in known and _is_run(run_root / text):
         return RunDir(run_root / text)
-    of_name = [run_id for run_id in known if _name_of(run_id) == text]
-    if of_name:
-        return RunDir(run_root / max(of_name, key=lambda run_id: _age_key(run_root, run_id)))
-    begins = [run_id for run_id in known if run_id.startswith(text)]
+    of_name = (name for name in known if _name_of(name) == text and _is_run(run_root / name))
+    if newest := next(of_name, None):
+        second = _made_at(newest)[0]
+        twins = takewhile(lambda run_id: _made_at(run_id)[0] == second, of_name)
+        newest = max((newest, *twins), key=lambda run_id: _created_at(run_root, run_id))
+        return RunDir(run_root / newest)
+    begins = [name for name in known if name.startswith(text) and _is_run(run_root / name)]
     if len(begins) == 1:
         return RunDir(run_root / begins[0])
     if begins:
@@ -181,21 +180,44 @@ def find_run(text: str, run_root: Path) -> RunDir:
         )
     if "/" in text:
         raise NotFound(f"{path} is not a run: it has no run.json")
-    close = difflib.get_close_matches(text, [*known, *map(_name_of, known)], n=1)
-    hint = f"did you mean {close[0]}?" if close else "--run-root names another root"
+    near = difflib.get_close_matches(text, {*known, *map(_name_of, known)}, n=5)
+    close = next((word for word in near if _means_a_run(word, known, run_root)), None)
+    hint = f"did you mean {close}?" if close else "--run-root names another root"
     raise NotFound(f"no run {text!r} under {run_root}", hint)
 
 
 def as_argument(run_dir: RunDir, environ: Mapping[str, str]) -> str:
     """What to type for a run: its id where that is enough to find it again, else its path."""
-    if choose_run_root(None, None, environ) == run_dir.path.parent:
-        return run_dir.path.name
+    # Where there is no default run root, as in a directory that was removed, a path still works.
+    with suppress(UsageError):
+        if choose_run_root(None, None, environ) == run_dir.path.parent:
+            return run_dir.path.name
     return shlex.quote(str(run_dir.path))
+
+
+def _directories(run_root: Path) -> list[str]:
+    """The names of all directories under a run root, newest first by the time in a run's id.
+
+    Raises:
+        StorageError: the root is there and cannot be read.
+    """
+    try:
+        with os.scandir(run_root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as err:
+        raise StorageError(f"run root {run_root}: {err.strerror}") from err
+    return sorted(names, key=_made_at, reverse=True)
 
 
 def _is_run(path: Path) -> bool:
     # Unlike Path.is_file, this takes "name too long" and the like for an answer.
     return os.path.isfile(path / "run.json")  # noqa: PTH113
+
+
+def _means_a_run(word: str, directories: Sequence[str], run_root: Path) -> bool:
+    return any(_is_run(run_root / name) for name in directories if word in (name, _name_of(name)))
 
 
 def _made_at(run_id: str) -> tuple[str, str]:
@@ -207,10 +229,10 @@ def _name_of(run_id: str) -> str:
     return run_id.rsplit("-", 3)[0]
 
 
-def _age_key(run_root: Path, run_id: str) -> tuple[str, str]:
-    """Two runs of one second are told apart by the milliseconds in run.json."""
+def _created_at(run_root: Path, run_id: str) -> str:
+    """The time in run.json, whose milliseconds tell apart two runs of one second."""
     try:
         document: Any = json.loads((run_root / run_id / "run.json").read_bytes())
-        return (_made_at(run_id)[0], str(document["created_at"]))
+        return str(document["created_at"])
     except (OSError, ValueError, KeyError, TypeError):
-        return (_made_at(run_id)[0], "")
+        return ""

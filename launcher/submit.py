@@ -127,7 +127,10 @@ def submit_local(
             shutil.rmtree(run_dir.path, ignore_errors=True)
         _remove_empty(made)
         if isinstance(err, OSError):
-            raise errors.StorageError(f"run root {draft_.run_root}: {err}") from err
+            raise errors.StorageError(
+                f"run root {draft_.run_root}: {err.strerror or err}",
+                "mend that, or name another with --run-root, run_root or $VITRA_RUN_ROOT",
+            ) from err
         raise
     return run_dir
 
@@ -146,6 +149,9 @@ def _fill(
     store = _store_of(planned)
     store.storage.probe()
     refuse_foreign_place(planned)
+    source = loaded.spec.checkpoint.init_from
+    if source is not None and not Path(source).exists():
+        raise errors.NotFound(f"checkpoint.init_from={source}: there is nothing there")
 
     say("checking data and model")
     around = component_environment(environ, loaded.spec)

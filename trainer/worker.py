@@ -116,7 +116,7 @@ def run(
 
     checkpoints.restore(strategy, state)
     if state.step == 0 and plan.spec.checkpoint.init_from is not None:
-        load_initial_weights(plan.spec.checkpoint.init_from, strategy)
+        load_initial_weights(plan.spec.checkpoint.init_from, strategy, ranks, agree)
     if ranks.is_primary:
         records.rebuild(state.step)
     agree.barrier()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Vitra, wait_until
+from tests.conftest import Vitra, VitraServer, wait_until
 from tests.contract.live import LiveRun
 from trainer.data.lerobot import packaged_root
 from trainer.spec.rundir import read_lines
@@ -133,6 +133,62 @@ def test_a_clock_set_back(vitra: Vitra) -> None:
     vitra("checkpoints", live.run_id, "--verify")
 
 
+# -- Odd names -------------------------------------------------------------------------------------
+
+LINE = Path(__file__).parent / "components" / "line.py"
+POINTS = {"kind": "line:Points", "options": {"samples": 64}}
+#: What shells, format strings, Slurm and URLs make something else of.
+ODD = """it's "q" 100% %j $HOME `touch owned` $(touch owned) ;& täst 日本 {run_id} #?"""
+LONG = "q" * 200
+
+
+@pytest.mark.parametrize("odd", [ODD, LONG], ids=["odd", "long"])
+def test_every_directory_has_an_odd_name(
+    tmp_path: Path, vitra_server: VitraServer, odd: str
+) -> None:
+    """Where it is submitted, where its code, its data and its checkpoints lie."""
+    place = tmp_path / odd
+    place.mkdir()
+    vitra = Vitra(place, vitra_server)
+    (place / "line.py").write_text(LINE.read_text())
+    vitra.spec(
+        model={"kind": "line:Line", "options": {"width": 8}},
+        data=POINTS,
+        train__max_steps=4,
+        checkpoint__save_interval=2,
+        checkpoint__uri=str(tmp_path / f"checkpoints {odd}" / odd),
+        run_root=f"./{odd}",
+    )
+    run_dir = Path(vitra("submit", "spec.yaml", "--local", "--json").json["run_dir"])
+    assert run_dir.parent == place / odd
+    (place / "line.py").unlink()
+    answer = vitra("resume", run_dir, "-o", "train.max_steps=6")
+    assert "completed: all 2 ranks reached step 6" in answer.stderr
+    checked = vitra("checkpoints", run_dir, "--verify", "--json").json
+    assert [one["step"] for one in checked["complete"]] == [6, 4]
+    filled = odd.replace("{run_id}", run_dir.name)
+    assert checked["uri"] == str(tmp_path / f"checkpoints {filled}" / filled)
+    assert not list(tmp_path.rglob("owned"))
+
+
+def test_data_in_an_odd_directory(vitra: Vitra) -> None:
+    root = vitra.directory / ODD
+    shutil.copytree(packaged_root(), root)
+    vitra.spec(data__kind="lerobot", data__options={"root": str(root)}, train__max_steps=1)
+    vitra("submit", "spec.yaml", "--local")
+
+
+def test_a_working_directory_with_a_line_break(tmp_path: Path, vitra_server: VitraServer) -> None:
+    """No run root of its own can be there; with another one it is a directory like any other."""
+    place = tmp_path / "new\nline"
+    place.mkdir()
+    vitra = Vitra(place, vitra_server)
+    vitra.spec(train__max_steps=2)
+    assert "control character" in vitra("submit", "spec.yaml", "--local", code=2).stderr
+    answer = vitra("submit", "spec.yaml", "--local", "--run-root", tmp_path / "runs", "--json")
+    assert f"next: vitra status {answer.json['run_dir']}" in answer.stderr
+
+
 # -- Full disks ------------------------------------------------------------------------------------
 
 
@@ -206,6 +262,24 @@ def test_the_last_save_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:
     assert (failed["state"], failed["last_checkpoint_step"]) == ("failed", None)
     assert "No space left" in failed["reason"]
     assert live.status()["last_checkpoint_step"] == 150
+
+
+def test_a_disk_too_small_for_the_code(vitra: Vitra, small_disk: Path) -> None:
+    """The copy of the code does not fit, or not even the first file: refused, nothing left."""
+    vitra.spec(model__kind="line:Line", model__options={"width": 8}, data=POINTS)
+    (vitra.directory / "line.py").write_text(LINE.read_text())
+    (vitra.directory / "large.bin").write_bytes(os.urandom(5_000_000))
+    subprocess.run(["git", "init", "-q", str(vitra.directory)], check=True)
+    (vitra.directory / ".gitignore").write_text("small\n")
+    for leave_bytes, said in ((4_000_000, "checking data and model"), (0, None)):
+        ballast = fill(small_disk, leave_bytes)
+        answer = vitra("submit", "spec.yaml", "--local", "--run-root", small_disk, code=6)
+        *before, line = answer.stderr.splitlines()
+        assert "No space left on device" in line
+        assert str(small_disk) in line
+        assert (said in before) if said else not before
+        assert list(small_disk.iterdir()) == [ballast]
+        ballast.unlink()
 
 
 def test_records_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:

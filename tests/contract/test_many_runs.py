@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import time
@@ -13,7 +14,7 @@ import yaml
 
 from launcher.lock import RunLock
 from launcher.planner import plan
-from tests.conftest import Vitra, tiny_spec, wait_until
+from tests.conftest import Answer, Vitra, tiny_spec, wait_until
 from tests.contract.test_resolution import make_run
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, append_event, json_line
@@ -136,23 +137,37 @@ def test_a_damaged_run_hides_no_other(vitra: Vitra) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_runs(vitra: Vitra) -> None:
-    """Only the newest are looked at, so the others cost next to nothing."""
+    """Only those that are asked for are looked at, so the others cost next to nothing."""
     a_run(vitra, "newest-20270101-000000-aaaa", *STARTED)
     runs = vitra.directory / "runs"
+    made = make_run(vitra.directory / "made", "policy-20260101-000000-aaaa") / "run.json"
     for number in range(10_000):
-        (runs / f"r{number}-20260101-{number:06d}-aaaa").mkdir()
-    for number in range(0, 10_000, 400):
-        make_run(vitra.directory / "made", run_id := f"r{number}-20260101-{number:06d}-aaaa")
-        (vitra.directory / "made" / run_id / "run.json").rename(runs / run_id / "run.json")
-    started_at = time.monotonic()
-    document = vitra("ps", "--json").json
-    assert time.monotonic() - started_at < 5
+        directory = runs / f"policy-20260101-{number:06d}-aaaa"
+        directory.mkdir()
+        # Every fourth is a run, and the newest of all is none.
+        if number % 4 == 0:
+            os.link(made, directory / "run.json")
+
+    def within_5_s(*words: str, code: int = 0) -> Answer:
+        started_at = time.monotonic()
+        answer = vitra(*words, code=code)
+        assert time.monotonic() - started_at < 5, words
+        return answer
+
+    document = within_5_s("ps", "--json").json
     assert len(document["runs"]) == 20
     assert document["more"] is True
-    assert [row["run_id"][:6] for row in document["runs"][:3]] == ["newest", "r9600-", "r9200-"]
+    found = [row["run_id"] for row in document["runs"][:3]]
+    newest = "policy-20260101-009996-aaaa"
+    assert found == ["newest-20270101-000000-aaaa", newest, "policy-20260101-009992-aaaa"]
     assert "--all" in vitra("ps").stderr
+    assert within_5_s("status", "policy", "--json").json["run_dir"] == str(runs / newest)
+    assert within_5_s("status", newest[:-4], "--json").json["run_dir"] == str(runs / newest)
+    assert newest in within_5_s("resume", "policy", code=6).stderr, "its plan is not there"
+    assert "did you mean policy?" in within_5_s("cancel", "polizy", code=4).stderr
+    assert "the beginning of 2500 runs" in within_5_s("logs", "policy-2", code=2).stderr
     everything = vitra("ps", "--all", "--json").json
-    assert (len(everything["runs"]), everything["more"]) == (26, False)
+    assert (len(everything["runs"]), everything["more"]) == (2501, False)
     shutil.rmtree(runs)
 
 

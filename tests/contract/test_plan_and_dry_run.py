@@ -69,6 +69,15 @@ def test_dry_run_document_and_text_show_the_same(vitra: Vitra) -> None:
     assert vitra("plan", "spec.yaml").stdout.strip() in text.stdout
 
 
+def test_a_dry_run_shows_no_secret(vitra: Vitra) -> None:
+    vitra.spec(resources__env={"WANDB_API_KEY": None}, resources__setup=['echo "$WANDB_API_KEY"'])
+    for where in ((), ("--local",)):
+        words = ("submit", "spec.yaml", "--dry-run", *where)
+        for format_ in ((), ("--json",)):
+            answer = vitra(*words, *format_, environ={"WANDB_API_KEY": "marker-of-a-secret"})
+            assert "marker-of-a-secret" not in answer.stdout + answer.stderr
+
+
 def test_local_dry_run_shows_the_processes(vitra: Vitra) -> None:
     vitra.spec()
     words = ("submit", "spec.yaml", "--local", "--dry-run")

@@ -172,6 +172,12 @@ def test_checkpoint_place_that_cannot_be_written(vitra: Vitra, tmp_path: Path) -
         _refused(vitra, "spec.yaml", "--local", code=6, named=uri)
 
 
+def test_weights_to_start_from_that_are_not_there(vitra: Vitra, tmp_path: Path) -> None:
+    place = tmp_path / "absent.safetensors"
+    vitra.spec(checkpoint__init_from=str(place))
+    _refused(vitra, "spec.yaml", "--local", code=4, named=f"checkpoint.init_from={place}")
+
+
 OWN_COMPONENTS = """
 import os
 import sys

@@ -14,6 +14,7 @@ from trainer.spec.rundir import read_lines
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COMPONENTS = Path(__file__).parent / "components"
+SECRET = "marker-of-a-secret"
 
 
 @pytest.fixture
@@ -22,13 +23,17 @@ def train(vitra: Vitra) -> Callable[..., dict[str, Any]]:
 
     def run(trouble: str, code: int, **changes: object) -> dict[str, Any]:
         (vitra.directory / "counter").write_text("")
-        vitra.environ = {"PYTHONPATH": str(COMPONENTS)}
+        vitra.environ = {"PYTHONPATH": str(COMPONENTS), "WANDB_API_KEY": SECRET}
         options = {"samples": 64, "holdout": 8, "trouble": trouble, "counter": "counter"}
         spec = {"data__kind": "troubled:build", "data__options": options, **changes}
         vitra.spec(**spec)
         answer = vitra("submit", "spec.yaml", "--local", code=code)
         status = vitra("status", "tiny", "--json").json
         assert status["reason"] in answer.stderr
+        # Tracebacks and reports of a failure show no more than logs of a success.
+        written = [path.read_bytes() for path in vitra.directory.rglob("*") if path.is_file()]
+        assert not any(SECRET.encode() in data for data in written)
+        assert SECRET not in answer.stderr
         return status
 
     return run

@@ -38,6 +38,7 @@ from trainer.checkpoint.codec import (
 )
 from trainer.spec.outcome import RankReport
 from trainer.spec.plan import Plan
+from trainer.spec.ranks import RankInfo
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, read_lines
 from trainer.spec.snapshot import Snapshot
@@ -104,6 +105,20 @@ def spec(world: int, *changes: dict[str, Any]) -> RunSpec:
 def planned(world: int, *changes: dict[str, Any], run_dir: str = "/nowhere") -> Plan:
     """The plan of such a spec, for use without a run."""
     return plan(spec(world, *changes), run_id="core-1", run_dir=run_dir).with_samples(40)
+
+
+def lone_rank(attempt: int = 1) -> RankInfo:
+    """The one rank of a world of one."""
+    return RankInfo(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="127.0.0.1",
+        master_port=1,
+        run_id="core-1",
+        attempt=attempt,
+    )
 
 
 # -- Worlds ------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import Run, on_ranks, planned
+from dist_helpers import Run, lone_rank, on_ranks, planned
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_reshard import expected, save_in, state
 
 from tests.conftest import Vitra, VitraServer
+from trainer.agree import Agreement
 from trainer.checkpoint.initial import load_initial_weights
 from trainer.export import write_weights
 from trainer.spec.errors import IncompatibleCheckpoint, StorageError
@@ -236,7 +237,7 @@ def started_from(rank: int, file: str) -> dict[str, torch.Tensor]:
         warmup_ratio=train.warmup_ratio,
     )
     strategy.run_setup(Path("/nowhere"), 40)
-    load_initial_weights(file, strategy)
+    load_initial_weights(file, strategy, lone_rank(), Agreement(None))
     return {name: tensor.clone() for name, tensor in strategy.named_state().items()}
 
 

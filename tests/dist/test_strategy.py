@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,30 +15,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import on_ranks, planned
+from dist_helpers import lone_rank, on_ranks, planned
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.agree import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.initial import load_initial_weights
 from trainer.context import TrainContext
 from trainer.data.loader import RankLoader, StepInput
 from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
 from trainer.optim import parameter_groups
 from trainer.records import RunRecords
-from trainer.spec.errors import CorruptCheckpoint, PlanError, UsageError
+from trainer.spec.errors import CorruptCheckpoint, NonFiniteLoss, PlanError, UsageError
 from trainer.spec.plan import Plan
-from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import RunDir
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
+from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, Digest, FileEntry
 from trainer.store.storage import open_storage
 from trainer.strategies.base import TrainingStrategy
 from trainer.strategies.build import get_train_strategy
 from trainer.strategies.ddp import DDPStrategy
+from trainer.watchdog import Pulse
 from trainer.worker import build_data, build_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -362,28 +369,25 @@ def test_the_length_in_epochs_counts_optimizer_steps() -> None:
 class Alone:
     """One process with all that a strategy needs, put together by hand."""
 
-    def __init__(self, root: Path) -> None:
-        self.plan = planned(1, run_dir=str(root))
+    def __init__(self, root: Path, **train: Any) -> None:
+        self.plan = planned(1, {"train": train}, run_dir=str(root))
         store = CheckpointStore(open_storage(self.plan.checkpoint_uri), "core-1")
         store.own()
         attempt = store.claim_next(None, None).attempt
         run_dir = RunDir(root)
         run_dir.attempt(attempt).path.mkdir(parents=True)
-        ranks = RankInfo(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            master_addr="127.0.0.1",
-            master_port=1,
-            run_id="core-1",
-            attempt=attempt,
-        )
+        ranks = lone_rank(attempt)
         agree = Agreement(None)
         self.records = RunRecords(run_dir, ranks, log_interval=1, sample_ids=False)
         self.records.open()
         checkpoints = Checkpointer(
-            store, plan=self.plan, ranks=ranks, agree=agree, group=None, records=self.records
+            store,
+            plan=self.plan,
+            ranks=ranks,
+            agree=agree,
+            group=None,
+            records=self.records,
+            pulse=Pulse(),
         )
         self.context = TrainContext(
             ranks,
@@ -402,9 +406,9 @@ class Alone:
         )
         self.strategy.run_setup(root, len(self.data))
 
-    def train(self) -> LoopEnd:
+    def train(self, save_interval: int = 4) -> LoopEnd:
         loader = RankLoader(self.plan, self.data, self.model.draws, rank=0, start_step=0)
-        return self.strategy.run_training(loader, VLAMetrics(self.records), save_interval=4)
+        return self.strategy.run_training(loader, VLAMetrics(self.records), save_interval)
 
 
 def moments(strategy: TrainingStrategy) -> dict[str, Tensor]:
@@ -453,3 +457,112 @@ def test_what_cannot_be_loaded_is_an_error_that_names_it(tmp_path: Path) -> None
     shard.write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match=shard.name):
         alone.strategy.load_optimizer_and_scheduler(str(shard.parent))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """The loss before the step and its gradients are; only what the step makes of them is not."""
+    alone = Alone(tmp_path, learning_rate=1e39, lr_scheduler_type="constant")
+    with pytest.raises(NonFiniteLoss, match=r"step 1 left \S+ not finite; not saved"):
+        alone.train(save_interval=1)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+# -- Checkpoints that mean ill -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a good one; copied by each test."""
+    root = tmp_path_factory.mktemp("good")
+    assert Alone(root, max_steps=1).train() is LoopEnd.FINISHED
+    return root / "checkpoints" / "step-00000001"
+
+
+@pytest.fixture
+def tampered(checkpoint: Path, tmp_path: Path) -> tuple[Alone, Path]:
+    """One process, and in its own checkpoint place a copy to be tampered with."""
+    alone = Alone(tmp_path, max_steps=1)
+    step = tmp_path / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, step)
+    return alone, step
+
+
+def replace(step: Path, name: str, content: bytes) -> None:
+    """Put a file into a checkpoint in a way that its manifest agrees with."""
+    manifest = CheckpointManifest.from_bytes((step / MANIFEST_NAME).read_bytes())
+    (step / name).write_bytes(content)
+    files = [entry for entry in manifest.files if entry.name != name]
+    digest = Digest([content])
+    files.append(FileEntry(name=name, size_bytes=digest.size_bytes, digest=digest.text))
+    sealed = manifest.model_copy(update={"files": tuple(files)}).to_bytes()
+    (step / MANIFEST_NAME).write_bytes(sealed)
+
+
+class Runs:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, sign: Path) -> None:
+        self._sign = sign
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._sign),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sealed"),
+    [
+        *(("shard-a1-r0.bin", True), ("shard-a1-r0.bin", False)),
+        *(("index-a1.json", True), ("index-a1.json", False)),
+        (MANIFEST_NAME, False),
+    ],
+)
+def test_code_in_a_checkpoint_is_refused_and_never_run(
+    tampered: tuple[Alone, Path], tmp_path: Path, kind: str, sealed: bool
+) -> None:
+    alone, step = tampered
+    sign = tmp_path / "it-was-run"
+    poison = pickle.dumps(Runs(sign))
+    if sealed:
+        replace(step, kind, poison)
+    else:
+        (step / kind).write_bytes(poison)
+    # What torch itself, or an older trainer, would read is no part of a checkpoint here.
+    (step / ".metadata").write_bytes(poison)
+    with pytest.raises(CorruptCheckpoint, match=r"step-00000001|step 1|the index"):
+        alone.strategy.load_optimizer_and_scheduler(str(step))
+    with pytest.raises(CorruptCheckpoint, match=re.escape(f"checkpoint.init_from={step}")):
+        load_initial_weights(str(step), alone.strategy, lone_rank(), Agreement(None))
+    weights = tmp_path / "weights.pt"
+    weights.write_bytes(poison)
+    with pytest.raises(CorruptCheckpoint, match=r"checkpoint\.init_from=.*weights\.pt"):
+        load_initial_weights(str(weights), alone.strategy, lone_rank(), Agreement(None))
+    assert not sign.exists()
+    pickle.loads(poison)
+    assert sign.exists(), "it does run where it is unpickled"
+
+
+def without(index: dict[str, Any], part: str) -> dict[str, Any]:
+    if part in index["state"]:
+        return {**index, "state": {k: v for k, v in index["state"].items() if k != part}}
+    kept = {k: v for k, v in index["tensors"].items() if not k.startswith(part)}
+    assert len(kept) < len(index["tensors"])
+    return {**index, "tensors": kept}
+
+
+@pytest.mark.parametrize("part", ["optimizer.", "schedule", "optimizer_groups"])
+def test_a_part_of_the_state_is_not_gone_on_from(tampered: tuple[Alone, Path], part: str) -> None:
+    alone, step = tampered
+    index = json.loads((step / "index-a1.json").read_bytes())
+    replace(step, "index-a1.json", json.dumps(without(index, part)).encode())
+    with pytest.raises(CorruptCheckpoint, match="step 1 lacks the state of optimizer or schedule"):
+        alone.strategy.load_optimizer_and_scheduler(str(step))
+
+
+def test_damaged_weights_are_not_started_from(tampered: tuple[Alone, Path]) -> None:
+    alone, step = tampered
+    (shard,) = step.glob("shard-*")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match=rf"{shard.name} differs from its digest"):
+        load_initial_weights(str(step), alone.strategy, lone_rank(), Agreement(None))

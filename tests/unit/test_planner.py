@@ -330,6 +330,11 @@ def test_steps_are_known_where_max_steps_decides() -> None:
     planned = plan_of(document(train__max_steps=None, train__epochs=1.5))
     assert (planned.total_steps, planned.warmup_steps) == (None, None)
     assert planned.with_samples(1000).total_steps == 3
+    # 65 samples in steps of 8: the ninth step of each rank goes on into the next epoch.
+    ranks = {"resources__tasks_per_node": 4, "resources__gpus_per_node": 0}
+    odd = document(train__max_steps=None, train__epochs=1, train__global_batch_size=8, **ranks)
+    assert plan_of(odd).with_samples(65).total_steps == 9
+    assert plan_of(odd).with_samples(64).total_steps == 8
 
 
 @pytest.mark.parametrize(

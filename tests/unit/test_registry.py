@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher import submit
 from launcher.registry import absolute, as_argument, choose_run_root, new_run_id, read_plan, runs
+from tests.conftest import tiny_spec
 from trainer.spec.errors import UsageError
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir
@@ -56,7 +58,20 @@ def test_as_argument() -> None:
     """What is printed to type next finds the run again."""
     run_dir = RunDir(Path("/data/my runs/a-20260101-000000-abcd"))
     assert as_argument(run_dir, {"VITRA_RUN_ROOT": "/data/my runs"}) == run_dir.path.name
-    assert as_argument(run_dir, {}) == "'/data/my runs/a-20260101-000000-abcd'"
+    by_path = "'/data/my runs/a-20260101-000000-abcd'"
+    assert as_argument(run_dir, {}) == by_path
+    # Where nothing could be submitted to by default, the end of a run is told all the same.
+    assert as_argument(run_dir, {"VITRA_RUN_ROOT": "/a\nb"}) == by_path
+
+
+def test_runs_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submit makes the directory to take the id: one that is taken already is drawn again."""
+    drawn = iter("aaaa" + "aaaa" + "aaab")
+    monkeypatch.setattr("secrets.choice", lambda _: next(drawn))
+    (tmp_path / "spec.yaml").write_text(tiny_spec(name="a"))
+    ready = submit.draft(tmp_path / "spec.yaml", (), run_root=str(tmp_path), environ={})
+    made = [submit._new_directory(ready, NOW).path.name for _ in range(2)]
+    assert made == ["a-20260102-030405-aaaa", "a-20260102-030405-aaab"]
 
 
 def test_a_plan_that_was_moved(tmp_path: Path) -> None:

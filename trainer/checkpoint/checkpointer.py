@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.agree import Agreement
 from trainer.checkpoint.codec import (
@@ -28,6 +29,7 @@ from trainer.spec.errors import (
     CorruptCheckpoint,
     Fenced,
     IncompatibleCheckpoint,
+    NonFiniteLoss,
     StorageError,
     VitraError,
 )
@@ -90,6 +92,7 @@ class Checkpointer:
 
         Raises:
             Fenced: a newer attempt owns the run.
+            NonFiniteLoss: the step left a parameter that is not finite; nothing was saved.
             CheckpointError: it failed and had to succeed.
         """
         self._pulse.reached(Phase.SAVING, state.step)
@@ -117,7 +120,8 @@ class Checkpointer:
         was ever committed.
 
         Raises:
-            CorruptCheckpoint: checkpoints were committed once and none is good.
+            CorruptCheckpoint: checkpoints were committed once and none is good, or the newest good
+                one does not hold the whole state.
             IncompatibleCheckpoint: the newest good one is of another model.
         """
         found = self._agree.from_primary(self._on_primary(self._find))
@@ -156,6 +160,8 @@ class Checkpointer:
             raise CorruptCheckpoint(
                 f"{directory}: no readable {MANIFEST_NAME}: {err.strerror}"
             ) from err
+        except CorruptCheckpoint as err:
+            raise CorruptCheckpoint(f"{directory}: {err.message}", err.hint) from err
         store = CheckpointStore(open_storage(str(directory.parent)), manifest.run_id)
         ref = CheckpointRef(manifest)
         problems = self._verify(store, ref)
@@ -195,12 +201,24 @@ class Checkpointer:
         """Fill optimizer, schedule and, with `weights`, the model from a verified checkpoint."""
         files = {entry.name: entry.size_bytes for entry in ref.manifest.files}
         document = store.storage.read(ref.path(index_file(files)))
-        index, saved = parse_index(document, files)
+        try:
+            index, saved = parse_index(document, files)
+        except CorruptCheckpoint as err:
+            raise CorruptCheckpoint(f"checkpoint of step {ref.step}: {err.message}") from err
         shapes = tensor_shapes(index)
         optimizer, schedule = strategy.optimizer, strategy.lr_scheduler
         assert optimizer is not None, "run_setup comes before a restore"
         assert schedule is not None
-        check_same_groups(optimizer, saved["optimizer_groups"])
+        groups, position = saved.get("optimizer_groups"), saved.get("schedule")
+        # Going on from a part of the state would train, and train something else.
+        if not (isinstance(groups, dict) and isinstance(position, dict)) or not any(
+            name.startswith(_OPTIMIZER) for name in shapes
+        ):
+            raise CorruptCheckpoint(
+                f"the checkpoint of step {ref.step} lacks the state of optimizer or schedule",
+                "to start from its weights alone, name it as checkpoint.init_from of a new run",
+            )
+        check_same_groups(optimizer, groups)
 
         tensors: dict[str, Tensor] = {}
         if weights:
@@ -224,11 +242,16 @@ class Checkpointer:
         optimizer.state.clear()
         for name, entry in moments.items():
             optimizer.state[parameters[name]] = entry
-        schedule.load_state_dict(saved["schedule"])
+        schedule.load_state_dict(position)
 
     def _save(self, strategy: TrainingStrategy, state: TrainState) -> None:
         attempt = self._ranks.attempt
-        self._agree_or_raise(self._records.sync)
+
+        def ready() -> None:
+            _check_finite(strategy, state.step)
+            self._records.sync()
+
+        self._agree_or_raise(ready)
         tensors = _tensors_of(strategy)
         self._pulse.mark()
         written = save_tensors(
@@ -326,6 +349,21 @@ class Checkpointer:
         errors = self._agree.gather(error and (type(error), error.message, error.hint))
         kind, message, hint = next(one for one in errors if one is not None)
         raise kind(message, hint) from error
+
+
+def _check_finite(strategy: TrainingStrategy, step: int) -> None:
+    """Raises NonFiniteLoss where a parameter is not finite: a resume could only go on from that.
+
+    Buffers are left alone; a mask may well be infinite.
+    """
+    for name, parameter in strategy.named_parameters():
+        held = parameter.detach()
+        held = held.to_local() if isinstance(held, DTensor) else held
+        if not bool(held.isfinite().all()):
+            raise NonFiniteLoss(
+                f"step {step} left {name} not finite; not saved",
+                "the newest checkpoint is that of an earlier step; lower the learning rate",
+            )
 
 
 def _tensors_of(strategy: TrainingStrategy) -> dict[str, Tensor]:

@@ -134,7 +134,7 @@ class DataError(RunFailed):
 
 
 class NonFiniteLoss(RunFailed):
-    """Loss or gradient norm is not finite. Never retried: the same samples give the same loss."""
+    """Loss, gradient norm or a weight is not finite. Never retried: it would be so again."""
 
 
 class CheckpointError(VitraError):

@@ -88,6 +88,8 @@ LATER_KINDS = {"model": ("vitra-paligemma",), "data": ("vitra-episodes", "mixtur
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
 _OWN_KIND = re.compile(rf"{_DOTTED}:{_DOTTED}")
+# "s3:/bucket": a directory called "s3:" would be made, and nobody would find the checkpoints.
+_HALF_A_URL = re.compile(r"(file|local|s3a?|gs|gcs|az|abfs|https?|hdfs):(?!//)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TYPED_GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
 
@@ -248,6 +250,13 @@ def _check_storage_options(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _check_uri(value: object) -> str:
+    text = check_text(value)
+    if half := _HALF_A_URL.match(text):
+        raise refusal(f"is neither a path nor a URL, found {{found}}; write {half[1]}://", text)
+    return text
+
+
 class CheckpointSpec(SpecModel):
     """Where checkpoints go, how often they are made and which are kept.
 
@@ -255,7 +264,7 @@ class CheckpointSpec(SpecModel):
     for the run's; the planner fills them in.
     """
 
-    uri: Text | None = None
+    uri: Annotated[str, BeforeValidator(_check_uri)] | None = None
     save_interval: Count = 2500
     keep_last: Annotated[int, Whole(at_least=2)] = 2
     keep_every: Count | None = None
