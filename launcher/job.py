@@ -183,10 +183,8 @@ class Supervisor:
     def _claim(self, plan: Plan) -> tuple[int, int | None]:
         """Take the next attempt number; returns it and the step that it may resume from at most."""
         from trainer.store.checkpoints import CheckpointStore
-        from trainer.store.storage import open_storage
 
-        storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
-        store = CheckpointStore(storage, plan.run_id)
+        store = CheckpointStore.of_plan(plan)
         store.own()
         # Looked at before the claim, which turns the reason of each into "no part of the run".
         survey = store.survey()

@@ -194,12 +194,9 @@ def _last_checkpoint(plan: Plan | None) -> int | None:
     if plan is None:
         return None
     from trainer.store.checkpoints import CheckpointStore
-    from trainer.store.storage import open_storage
 
     try:
-        survey = CheckpointStore(
-            open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options), plan.run_id
-        ).survey()
+        survey = CheckpointStore.of_plan(plan).survey()
     except VitraError:
         return None
     return survey.complete[0].step if survey.complete else None

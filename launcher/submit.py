@@ -211,10 +211,8 @@ def refuse_foreign_place(checked: Plan) -> None:
 def _store_of(planned: Plan) -> CheckpointStore:
     """Raises UsageError if the checkpoint place is of a kind that cannot be used."""
     from trainer.store.checkpoints import CheckpointStore
-    from trainer.store.storage import open_storage
 
-    storage = open_storage(planned.checkpoint_uri, planned.spec.checkpoint.storage_options)
-    return CheckpointStore(storage, planned.run_id)
+    return CheckpointStore.of_plan(planned)
 
 
 def _plan_in(loaded: LoadedSpec, run_root: Path, run_id: str) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
+from trainer.answer import answer
 from trainer.checkpoint.codec import (
     bytes_of,
     index_file,
@@ -17,7 +18,7 @@ from trainer.checkpoint.codec import (
     parse_index,
     tensor_shapes,
 )
-from trainer.spec.errors import IncompatibleCheckpoint, StorageError, VitraError
+from trainer.spec.errors import IncompatibleCheckpoint, StorageError
 from trainer.store.checkpoints import CheckpointRef
 from trainer.store.manifest import CheckpointManifest
 from trainer.store.storage import Storage, open_storage
@@ -49,17 +50,14 @@ def export(request_json: bytes, out: TextIO) -> int:
     The request is {"uri", "storage_options", "manifest" (the file's content), "file"}; `file` must
     not exist. On success {"tensors", "size_bytes"}, else {"error": class, "message", "hint"}.
     """
-    request = json.loads(request_json)
-    try:
+
+    def carry_out() -> dict[str, Any]:
+        request = json.loads(request_json)
         storage = open_storage(request["uri"], request["storage_options"])
         ref = CheckpointRef(CheckpointManifest.from_bytes(request["manifest"].encode()))
-        result = write_weights(storage, ref, request["file"])
-        code = 0
-    except VitraError as err:
-        result = {"error": type(err).__name__, "message": err.message, "hint": err.hint}
-        code = err.exit_code
-    out.write(json.dumps(result) + "\n")
-    return code
+        return write_weights(storage, ref, request["file"])
+
+    return answer(out, carry_out)
 
 
 def write_weights(storage: Storage, ref: CheckpointRef, file: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from trainer.answer import answer
 from trainer.checks import check_initialization, check_training, trial_batch
 from trainer.components import BUILT_IN_DATA, BUILT_IN_MODELS, Dataset
 from trainer.data.keyed import SampleRandom
@@ -35,14 +35,7 @@ def probe(spec_json: bytes, out: TextIO) -> int:
     `trainer.snapshot.imported` tells, else {"error": class, "message", "hint"}. Whatever a
     component raises that is no VitraError is reported as a UsageError.
     """
-    try:
-        result = _look(RunSpec.model_validate_json(spec_json))
-        code = 0
-    except VitraError as err:
-        result = {"error": type(err).__name__, "message": err.message, "hint": err.hint}
-        code = err.exit_code
-    out.write(json.dumps(result) + "\n")
-    return code
+    return answer(out, lambda: _look(RunSpec.model_validate_json(spec_json)))
 
 
 def _look(spec: RunSpec) -> dict[str, Any]:

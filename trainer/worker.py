@@ -42,7 +42,6 @@ from trainer.spec.snapshot import Snapshot
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
-from trainer.store.storage import open_storage
 from trainer.strategies.build import get_train_strategy
 from trainer.tracking import start_tracker
 from trainer.watchdog import Pulse
@@ -99,9 +98,8 @@ def run(
         log_interval=plan.spec.tracking.log_interval,
         sample_ids=plan.spec.tracking.sample_ids,
     )
-    storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
     checkpoints = Checkpointer(
-        CheckpointStore(storage, plan.run_id),
+        CheckpointStore.of_plan(plan),
         plan=plan,
         ranks=ranks,
         agree=agree,

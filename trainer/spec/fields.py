@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
@@ -118,8 +119,21 @@ def _number_hint(text: str) -> str:
     return "{found}"
 
 
+class _Checked(ABC):
+    """An annotation by which pydantic has `check` see a value before anything else does."""
+
+    @abstractmethod
+    def check(self, value: object) -> object:
+        """The value as the field holds it. Raises what `refusal` makes."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
+
+
 @dataclass(frozen=True)
-class Whole:
+class Whole(_Checked):
     """An integer within bounds. Takes a float without a fraction (1e4); no text, no true."""
 
     at_least: int = 1
@@ -138,11 +152,6 @@ class Whole:
             raise refusal(f"must be at most {self.at_most}, found {{found}}", value)
         return value
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self.check, handler(source))
-
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
@@ -150,7 +159,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Real:
+class Real(_Checked):
     """A finite float within bounds. Takes an integer; no text, no true, no nan."""
 
     more_than: float | None = None
@@ -179,11 +188,6 @@ class Real:
             raise refusal(f"must be at most {self.at_most:g}, found {{found}}", value)
         return number
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self.check, handler(source))
-
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
@@ -197,7 +201,7 @@ class Real:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(_Checked):
     """One of a few words; aliases are turned into the word they stand for."""
 
     words: tuple[str, ...]
@@ -212,11 +216,6 @@ class Choice:
             hint = f"; did you mean {near}?" if near else ""
             raise refusal(f"must be one of {', '.join(self.words)}, found {{found}}{hint}", value)
         raise refusal(f"must be one of {', '.join(self.words)}, found {{found}}", value)
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler

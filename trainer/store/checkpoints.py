@@ -32,6 +32,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from trainer.spec.errors import CheckpointError, CorruptCheckpoint, Fenced, NotFound, StorageError
+from trainer.spec.plan import Plan
 from trainer.store.lineage import (
     Claim,
     claim_name,
@@ -47,7 +48,7 @@ from trainer.store.manifest import (
     FileEntry,
     attempt_of,
 )
-from trainer.store.storage import Chunk, Storage, flat
+from trainer.store.storage import Chunk, Storage, flat, open_storage
 
 OWNER_NAME = "owner.json"
 
@@ -159,6 +160,12 @@ class CheckpointStore:
         self.storage = storage
         self.run_id = run_id
         self._clock = clock
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Self:
+        """The store of a planned run. Raises UsageError if its place is of an unusable kind."""
+        storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
+        return cls(storage, plan.run_id)
 
     @classmethod
     def existing(cls, storage: Storage) -> Self:
