@@ -65,6 +65,11 @@ class RunDir:
         return self.path / "supervisor.lock"
 
     @property
+    def jobs(self) -> Path:
+        """Which job each submission became (`launcher.jobs`)."""
+        return self.path / "jobs"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 
