@@ -2,7 +2,7 @@
 
 Every submission (the first, a resume, one by `vitra watch`) has a number: an event `submitting`
 comes before it. The job that starts first under the newest number makes jobs/N.json, which only one
-can; any other job of the run then knows that it is superfluous. So a batch job that was taken twice,
+can; any other job of the run then knows that it is superfluous. So a job that was taken twice,
 or comes back after it was given up, never becomes a second writer.
 """
 
