@@ -57,7 +57,8 @@ class Cluster:
             ClusterError: it cannot run here; the message says what is missing.
         """
         settings = self.settings
-        _require_root()
+        if (why := why_impossible()) is not None:
+            raise ClusterError(why)
         self._make_state()
         with self._locked():
             install_missing(settings, self._say)
@@ -78,7 +79,6 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop all of it. Jobs die; job history and configuration stay."""
-        _require_root()
         with self._locked():
             # It saves its state at once and then lingers for ten seconds.
             self._daemons.halt("slurmctld", signal.SIGTERM, within_s=4)
@@ -181,7 +181,7 @@ class Cluster:
         """What jobs, and whoever used `enter`, have running on one node or on all."""
         wanted = self.settings.node_names if node is None else [self.settings.node(node)]
         nodes = {
-            os.readlink(f"/proc/{self._node_init(name)}/ns/pid"): name
+            _pid_space(self._node_init(name)): name
             for name in wanted
             if self._daemons.pid(_daemon(name))
         }
@@ -190,8 +190,10 @@ class Cluster:
             if not entry.name.isdigit():
                 continue
             try:
-                name = nodes.get(os.readlink(entry / "ns" / "pid"))
-                if name is None or _own_number(entry) == 1 or start_time(int(entry.name)) is None:
+                name = nodes.get(_pid_space(entry.name))
+                if name is None or _own_number(entry) == 1:
+                    continue
+                if start_time(int(entry.name)) is None:
                     continue
                 argv = (entry / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
             except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -413,12 +415,13 @@ class Cluster:
 
     def _no_jobs(self) -> bool:
         """Whether there are no jobs left; ends those that are."""
-        jobs = sorted(set(run(["squeue", "-h", "-a", "-o", "%A"], self._environ).split()))
-        if not jobs:
-            return True
+        said = run(["squeue", "-h", "-a", "-o", "%A %T"], self._environ).splitlines()
+        alive = {line.split()[0] for line in said if line.split()[1] != "COMPLETING"}
+        if not alive:
+            return not said
         # At once, not after KillWait; then for good, since a killed job may have been requeued.
         for words in (["--signal=KILL", "--full", "--state=RUNNING"], []):
-            succeeds(["scancel", *words, *jobs], self._environ)
+            succeeds(["scancel", *words, *sorted(alive)], self._environ)
         return False
 
     def _node_states(self) -> dict[str, str]:
@@ -433,7 +436,7 @@ class Cluster:
         """Whether the node, or all, are in one of `states`; resumes those that are down."""
         waiting = [n for n in self._nodes_not_in(states) if node in (None, n)]
         for name in waiting:
-            if self._node_states()[name].startswith(("down", "drain", "drng", "fail", "unk")):
+            if self._node_states()[name].startswith(("down", "drain", "drng", "fail")):
                 resume = ["scontrol", "update", f"nodename={name}", "state=resume"]
                 succeeds(resume, self._environ)
         return not waiting
@@ -481,6 +484,11 @@ def _host() -> str:
     return socket.gethostname().partition(".")[0]
 
 
+def _pid_space(pid: int | str) -> str:
+    """The name of the process name space that a process lives in."""
+    return str(Path(f"/proc/{pid}/ns/pid").readlink())
+
+
 def _own_number(process: Path) -> int:
     """A process's number in its own name space."""
     for line in (process / "status").read_text().splitlines():
@@ -505,8 +513,15 @@ def _make_device(path: Path) -> None:
     path.chmod(0o666)
 
 
-def _require_root() -> None:
+def why_impossible() -> str | None:
+    """What forbids a cluster on this machine; None if nothing is known to."""
     if os.geteuid() != 0:
-        raise ClusterError(
-            "the cluster needs root: it makes name spaces and other users' processes"
-        )
+        return "the cluster needs root: it makes name spaces and starts other users' processes"
+    if shutil.which("dpkg-query") is None:
+        return "the cluster is made of Debian's packages, and there is no dpkg here"
+    try:
+        probe = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "true"]
+        run(probe, dict(os.environ))
+    except ClusterError as err:
+        return f"the cluster needs name spaces for network, host name, mounts and processes: {err}"
+    return None

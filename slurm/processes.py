@@ -105,8 +105,8 @@ def start_time(pid: int) -> int | None:
 class Daemons:
     """The processes of one cluster, each known by a name.
 
-    A pid counts only as long as its start time is the recorded one, so that a number that the kernel
-    has given to another process since is never signalled.
+    A pid counts only as long as its start time is the recorded one, so that a number that the
+    kernel has given to another process since is never signalled.
     """
 
     def __init__(self, run: Path, log: Path, environ: Mapping[str, str]) -> None:
