@@ -431,13 +431,13 @@ def _supervise(run_dir: RunDir) -> NoReturn:
     from launcher.job import Supervisor
     from launcher.progress import follow
     from launcher.registry import as_argument, read_record
-    from launcher.schedulers.local import LocalLauncher
+    from launcher.schedulers.local import LocalLauncher, Terminal
     from launcher.show import ending_lines
 
     launcher = LocalLauncher(os.environ, Path(read_record(run_dir).working_dir))
     progress = follow(run_dir)
     try:
-        ending = Supervisor(run_dir, launcher, progress).run()
+        ending = Supervisor(run_dir, launcher, progress, Terminal()).run()
     finally:
         progress.close()
     for line in ending_lines(run_dir, ending, as_argument(run_dir, os.environ)):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trainer.spec.errors import UsageError
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import LAUNCH_VARIABLES
+from trainer.spec.run import ResourcesSpec
 from trainer.spec.safety import text_problem
 
 #: How often one job may be requeued because its supervisor was killed outright (kill -9, out of
@@ -88,9 +89,7 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
     resources = plan.spec.resources
     counts = [shape.nodes for shape in plan.elastic] or [plan.nodes]
     least, most = min(counts), max(counts)
-    gpus = None
-    if resources.gpu_count:
-        gpus = ":".join(filter(None, (resources.gpu_type, str(resources.gpu_count))))
+    gpus = dict(gpu_options(resources))
     return SubmitRequest(
         run_id=plan.run_id,
         run_dir=plan.run_dir,
@@ -98,8 +97,8 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
         job_name=plan.spec.name,
         nodes=str(most) if least == most else f"{least}-{most}",
         ntasks_per_node=plan.tasks_per_node,
-        gpus_per_node=gpus if resources.gpu_request == "gpus-per-node" else None,
-        gres=f"gpu:{gpus}" if gpus and resources.gpu_request == "gres" else None,
+        gpus_per_node=gpus.get("gpus-per-node"),
+        gres=gpus.get("gres"),
         cpus_per_task=resources.cpus_per_task,
         mem_gb=resources.mem_gb,
         time_limit_min=plan.time_limit_min,
@@ -118,6 +117,16 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
         env=tuple((name, value) for name, value in resources.env.items() if value is not None),
         setup=resources.setup,
     )
+
+
+def gpu_options(resources: ResourcesSpec) -> list[tuple[str, str]]:
+    """The option by which this cluster wants GPUs asked for, of sbatch and srun; at most one."""
+    if not resources.gpu_count or resources.gpu_request == "none":
+        return []
+    gpus = ":".join(filter(None, (resources.gpu_type, str(resources.gpu_count))))
+    if resources.gpu_request == "gres":
+        return [("gres", f"gpu:{gpus}")]
+    return [("gpus-per-node", gpus)]
 
 
 def render(request: SubmitRequest) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from launcher import shell
 from launcher.environment import without_stale
@@ -207,6 +208,11 @@ class Slurm:
                 )
         return lives
 
+    def submit(self, script: Path, *options: str) -> str:
+        """Submit a batch script with further options; returns the job's id."""
+        answer = self._ask("sbatch", "--parsable", *options, str(script))
+        return answer.strip().partition(";")[0]
+
     def requeue(self, job_id: str) -> None:
         self._ask("scontrol", "requeue", job_id, empty_is_fine=True)
 
@@ -239,6 +245,27 @@ class Slurm:
     def host_names(self, node_list: str) -> list[str]:
         """The nodes that a list such as node[1-3,7] stands for, in its order."""
         return self._ask("scontrol", "show", "hostnames", node_list).split()
+
+    def unusable(self, nodes: Sequence[str]) -> list[str]:
+        """Those of the nodes that are down or do not answer (Slurm marks these with a star)."""
+        text = self._ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T")
+        found: dict[str, str] = {}
+        for line in text.splitlines():
+            name, _, state = line.strip().partition("|")
+            found[name] = state.lower()
+        return [
+            name
+            for name in nodes
+            if found.get(name, "").endswith("*") or found.get(name, "").startswith(("down", "fail"))
+        ]
+
+    def slurmd_timeout_s(self) -> float:
+        """After how many seconds without an answer a node is down."""
+        for line in self._ask("scontrol", "show", "config").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "SlurmdTimeout":
+                return float(_number(value.strip()))
+        return 300.0
 
     def partitions(self) -> dict[str, Partition]:
         text = self._ask("scontrol", "-o", "show", "partition")
