@@ -10,12 +10,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.spec.rundir import RunDir, append_event, read_lines, sync_directory, write_atomic
+
+
+def job_comment(run_id: str) -> str:
+    """The comment of every job of a run, by which they are found."""
+    return f"vitra:{run_id}"
+
+
+def effective(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The events without resumes that were taken back: Slurm had refused the job (`withdrawn`)."""
+    kept: list[Mapping[str, Any]] = []
+    for event in events:
+        if event.get("event") == "withdrawn":
+            resumes = [n for n, known in enumerate(kept) if known.get("event") == "resumed"]
+            del kept[resumes[-1] if resumes else len(kept) :]
+        else:
+            kept.append(event)
+    return kept
 
 
 def begin_submission(run_dir: RunDir) -> int:

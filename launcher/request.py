@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from launcher.jobs import job_comment
 from trainer.spec.errors import UsageError
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import LAUNCH_VARIABLES
@@ -64,7 +65,7 @@ class SubmitRequest(BaseModel):
     @property
     def comment(self) -> str:
         """The job's comment, by which the job of a run is found."""
-        return f"vitra:{self.run_id}"
+        return job_comment(self.run_id)
 
 
 def build_request(plan: Plan, *, python: str) -> SubmitRequest:
@@ -144,6 +145,9 @@ def render(request: SubmitRequest) -> str:
         "# Whatever shell options the lines above have set must not reach the ones below.",
         "set +eum +o pipefail",
         f"unset {' '.join(LAUNCH_VARIABLES)}",
+        "# The run's own copy of vitra; where none was needed, there is no such directory.",
+        f"export PYTHONPATH={shlex.quote(f'{request.run_dir}/code/vitra')}"
+        '"${PYTHONPATH:+:$PYTHONPATH}"',
         f"vitra_run_dir={shlex.quote(request.run_dir)}",
         f"vitra_command=({shlex.join(command)})",
         f"vitra_budget={GUARD_BUDGET}",

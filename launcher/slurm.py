@@ -36,6 +36,8 @@ _OUT_OF_REACH = (
     "temporarily unable",
     "Protocol authentication error",
 )
+#: Variables that change what squeue and its like show.
+_TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:]*)=")
 _TRIES = 4
 
@@ -71,8 +73,10 @@ class Job:
 
     job_id: str
     state: str
+    name: str = ""
     reason: str | None = None
     comment: str = ""
+    submit_time: datetime | None = None
     restarts: int = 0
     requeue: bool = True
     start_time: datetime | None = None
@@ -140,11 +144,14 @@ class Slurm:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = {**without_stale(environ), "LC_ALL": "C"}
+        self._job_environ = without_stale(environ)
+        own = {n: v for n, v in self._job_environ.items() if not n.startswith(_TASTES)}
+        self._environ = {**own, "LC_ALL": "C"}
 
     @property
-    def environ(self) -> Mapping[str, str]:
-        return self._environ
+    def job_environ(self) -> Mapping[str, str]:
+        """What a job inherits from the shell that submits it."""
+        return self._job_environ
 
     def job(self, job_id: str) -> Job | None:
         """The job; None once the controller has forgotten it."""
@@ -157,56 +164,35 @@ class Slurm:
         found = [_job(fields(line)) for line in text.splitlines() if line.strip()]
         return next((job for job in found if job.job_id == job_id), None)
 
-    def jobs(self, user: str) -> list[Job]:
-        """All jobs of a user that the controller still knows, ended ones too."""
-        columns = "%i|%T|%S|%N|%r|%k"
-        text = self._ask("squeue", "-h", "-u", user, "-t", "all", "-o", columns, empty_is_fine=True)
-        jobs: list[Job] = []
-        for line in text.splitlines():
-            words = line.split("|", 5)
-            if len(words) == 6:
-                job_id, state, start, nodes, reason, comment = (word.strip() for word in words)
-                jobs.append(
-                    Job(
-                        job_id=job_id,
-                        state=state,
-                        reason=_or_none(reason),
-                        comment=_or_none(comment) or "",
-                        start_time=_moment(start),
-                        nodes=_or_none(nodes) or "",
-                    )
-                )
-        return jobs
+    def jobs(self, *users: int) -> list[Job]:
+        """All jobs of these users, by uid, that the controller still knows, ended ones too."""
+        columns = "%i|%T|%S|%N|%r|%V|%j|%k"
+        who = ",".join(map(str, users))
+        # -a: also those in partitions that are hidden.
+        argv = ("squeue", "-a", "-h", "-u", who, "-t", "all", "-o", columns)
+        return queued_jobs(self._ask(*argv, empty_is_fine=True))
 
-    def history(self, job_id: str) -> list[PastLife]:
-        """The lives of a job, oldest first; empty where the accounting knows nothing of it.
+    def history(self, *job_ids: str) -> list[PastLife]:
+        """The lives of jobs, oldest first; empty where the accounting knows nothing of them.
 
         A number may have been used by another job before: see `name` and `submitted_at`.
         """
         columns = "JobID,State,ExitCode,Submit,End,NodeList,JobName"
         text = self._ask(
-            *("sacct", "-D", "-X", "-n", "-P", "-j", job_id, "-o", columns),
+            *("sacct", "-D", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", columns),
             timeout_s=HISTORY_S,
             empty_is_fine=True,
         )
-        lives: list[PastLife] = []
-        for line in text.splitlines():
-            words = line.split("|", 6)
-            if len(words) == 7 and words[0] == job_id:
-                state, _, by = words[1].partition(" by ")
-                lives.append(
-                    PastLife(
-                        job_id=words[0],
-                        state=state,
-                        by=by or None,
-                        exit_code=words[2],
-                        submitted_at=words[3],
-                        ended_at=words[4],
-                        nodes=words[5],
-                        name=words[6],
-                    )
-                )
-        return lives
+        return [life for life in past_lives(text) if life.job_id in job_ids]
+
+    def test(self, script: bytes) -> str:
+        """What `sbatch --test-only` says of a batch script: when and where it could start.
+
+        Raises:
+            SchedulerRejected: it never could, or not as things are.
+        """
+        # It answers on standard error.
+        return self._answer("sbatch", "--test-only", stdin=script).stderr.strip()
 
     def submit(self, script: Path, *options: str) -> str:
         """Submit a batch script with further options; returns the job's id."""
@@ -220,10 +206,11 @@ class Slurm:
         """Lift --no-requeue, or a site's JobRequeue=0, from one job."""
         self._ask("scontrol", "update", f"JobId={job_id}", "Requeue=1", empty_is_fine=True)
 
-    def cancel(self, job_id: str) -> None:
-        """Cancel a job; nothing where it has gone already."""
+    def cancel(self, job_id: str, *, waiting_only: bool = False) -> None:
+        """Cancel a job; nothing where it has gone already, or runs and is only to go if it waits"""
+        only = ("--state=PENDING",) if waiting_only else ()
         try:
-            self._ask("scancel", job_id, empty_is_fine=True)
+            self._ask("scancel", *only, job_id, empty_is_fine=True)
         except SchedulerRejected as err:
             if _NO_SUCH_JOB not in err.message:
                 raise
@@ -267,13 +254,23 @@ class Slurm:
                 return float(_number(value.strip()))
         return 300.0
 
+    def out_of_service(self, partition: str) -> list[str]:
+        """The nodes of a partition that take no jobs at the moment: down, drained, reserved."""
+        text = self._ask("sinfo", "-a", "-h", "-N", "-p", partition, "-o", "%N|%T")
+        lines = [line.strip().partition("|") for line in text.splitlines()]
+        return [
+            name
+            for name, _, state in lines
+            if not re.fullmatch(r"(idle|mix|alloc|compl)\w*", state)
+        ]
+
     def partitions(self) -> dict[str, Partition]:
-        text = self._ask("scontrol", "-o", "show", "partition")
+        text = self._ask("scontrol", "-a", "-o", "show", "partition")
         found = [_partition(fields(line)) for line in text.splitlines() if line.strip()]
         return {partition.name: partition for partition in found}
 
     def default_partition(self) -> str | None:
-        text = self._ask("scontrol", "-o", "show", "partition")
+        text = self._ask("scontrol", "-a", "-o", "show", "partition")
         for line in text.splitlines():
             facts = fields(line)
             if facts.get("Default") == "YES":
@@ -281,7 +278,8 @@ class Slurm:
         return None
 
     def node_kinds(self, partition: str) -> list[NodeKind]:
-        text = self._ask("sinfo", "-h", "-p", partition, "-o", "%D|%c|%m|%G")
+        # -e: nodes that differ in anything are not taken together.
+        text = self._ask("sinfo", "-a", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
         kinds: list[NodeKind] = []
         for line in text.splitlines():
             words = line.strip().split("|", 3)
@@ -293,23 +291,77 @@ class Slurm:
     def _ask(self, *argv: str, timeout_s: float = ANSWER_S, empty_is_fine: bool = False) -> str:
         """One command's standard output."""
         for attempt in range(_TRIES):
-            try:
-                answer = shell.run(argv, timeout_s=timeout_s, env=self._environ)
-            except shell.CommandTimedOut as err:
-                raise SchedulerUnavailable(err.message) from err
-            except OSError as err:
-                raise SchedulerUnavailable(
-                    f"{argv[0]} cannot be run: {err.strerror}",
-                    "submit from a machine that has Slurm's commands, or add --local",
-                ) from err
-            text = answer.stdout.decode(errors="replace")
-            if answer.returncode:
-                raise refusal(argv[0], answer.stderr)
+            text = self._answer(*argv, timeout_s=timeout_s).stdout.decode(errors="replace")
             if text.strip() or empty_is_fine:
                 return text
             # Under load scontrol has been seen to print nothing and call it success.
             time.sleep(0.05 * 2**attempt)
         raise SchedulerUnavailable(f"{argv[0]} {argv[1]} answered with nothing")
+
+    def _answer(self, *argv: str, stdin: bytes = b"", timeout_s: float = ANSWER_S) -> shell.Answer:
+        try:
+            answer = shell.run(argv, timeout_s=timeout_s, stdin=stdin, env=self._environ)
+        except shell.CommandTimedOut as err:
+            raise SchedulerUnavailable(err.message) from err
+        except OSError as err:
+            raise no_such_command(argv[0], err) from err
+        if answer.returncode:
+            raise refusal(argv[0], answer.stderr)
+        return answer
+
+
+def no_such_command(program: str, err: OSError) -> SchedulerUnavailable:
+    """The error where a command of Slurm's cannot be run."""
+    return SchedulerUnavailable(
+        f"{program} cannot be run: {err.strerror}",
+        "submit from a machine that has Slurm's commands, or add --local (--dry-run shows the "
+        "batch script)",
+    )
+
+
+def queued_jobs(text: str) -> list[Job]:
+    """The jobs that `Slurm.jobs` has asked squeue for."""
+    jobs: list[Job] = []
+    for line in text.splitlines():
+        # The last column is free text.
+        words = [word.strip() for word in line.split("|", 7)]
+        if len(words) == 8:
+            job_id, state, start, nodes, reason, submitted, name, comment = words
+            jobs.append(
+                Job(
+                    job_id=job_id,
+                    state=state,
+                    name=name,
+                    reason=_or_none(reason),
+                    comment=_or_none(comment) or "",
+                    submit_time=_moment(submitted),
+                    start_time=_moment(start),
+                    nodes=_or_none(nodes) or "",
+                )
+            )
+    return jobs
+
+
+def past_lives(text: str) -> list[PastLife]:
+    """The rows that `Slurm.history` has asked sacct for."""
+    lives: list[PastLife] = []
+    for line in text.splitlines():
+        words = line.split("|", 6)
+        if len(words) == 7:
+            state, _, by = words[1].partition(" by ")
+            lives.append(
+                PastLife(
+                    job_id=words[0],
+                    state=state,
+                    by=by or None,
+                    exit_code=words[2],
+                    submitted_at=words[3],
+                    ended_at=words[4],
+                    nodes=words[5],
+                    name=words[6],
+                )
+            )
+    return lives
 
 
 def refusal(program: str, stderr: str) -> SchedulerUnavailable | SchedulerRejected:
@@ -354,6 +406,8 @@ def _job(facts: Mapping[str, str]) -> Job:
     return Job(
         job_id=facts.get("JobId", ""),
         state=facts.get("JobState", ""),
+        name=facts.get("JobName", ""),
+        submit_time=_moment(facts.get("SubmitTime", "")),
         reason=_or_none(facts.get("Reason", "")),
         comment=_or_none(facts.get("Comment", "")) or "",
         restarts=_number(facts.get("Restarts", "0")),
