@@ -256,7 +256,7 @@ class Slurm:
 
     def out_of_service(self, partition: str) -> list[str]:
         """The nodes of a partition that take no jobs at the moment: down, drained, reserved."""
-        text = self._ask("sinfo", "-a", "-h", "-N", "-p", partition, "-o", "%N|%T")
+        text = self._ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T")
         lines = [line.strip().partition("|") for line in text.splitlines()]
         return [
             name
@@ -279,7 +279,7 @@ class Slurm:
 
     def node_kinds(self, partition: str) -> list[NodeKind]:
         # -e: nodes that differ in anything are not taken together.
-        text = self._ask("sinfo", "-a", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
+        text = self._ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
         kinds: list[NodeKind] = []
         for line in text.splitlines():
             words = line.strip().split("|", 3)

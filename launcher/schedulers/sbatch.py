@@ -182,7 +182,7 @@ def _submitter(
             except shell.CommandTimedOut as err:
                 raise SchedulerUnavailable(err.message) from err
             except OSError as err:
-                raise no_such_command(argv[0], err) from err
+                raise SchedulerRejected(no_such_command(argv[0], err).message) from err
             unanswered = answer.returncode < 0 or not answer.stderr.strip()
             if answer.returncode and (unanswered or is_out_of_reach(answer.stderr)):
                 raise SchedulerUnavailable(refusal(argv[0], answer.stderr).message)
