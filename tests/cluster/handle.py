@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from slurm.cluster import Cluster, NodeProcess
+from slurm.processes import start_time
 from slurm.settings import Settings
 from tests.cluster.user_venv import make_user_venv
 from tests.conftest import PATIENCE_S, Answer, wait_until
@@ -125,8 +126,8 @@ class ClusterHandle:
         Made at the first use in a session, in some seconds.
         """
         directory = self.settings.state / "user-venv"
+        session = f"{os.getpid()} {start_time(os.getpid())}"
         made_by = directory / "made-by"
-        session = str(os.getpid())
         if not made_by.exists() or made_by.read_text() != session:
             make_user_venv(directory, self._as_user)
             made_by.write_text(session)
