@@ -238,8 +238,15 @@ class ClusterHandle:
 
     def show(self, job: int) -> dict[str, str]:
         """All that the controller says of a job, by the names it uses."""
-        (line,) = self.scontrol("-o", "show", "job", str(job)).splitlines()
-        return dict(_FIELD.findall(line))
+        answer: list[str] = []
+
+        def answered() -> bool:
+            # Once in a long while it is empty, with exit code 0.
+            answer[:] = self.scontrol("-o", "show", "job", str(job)).splitlines()
+            return len(answer) == 1
+
+        wait_until(answered, f"scontrol to show job {job}", SLURM_PATIENCE_S)
+        return dict(_FIELD.findall(answer[0]))
 
     def state(self, job: int) -> str:
         """The job's state in full, such as PENDING."""
