@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -442,7 +442,7 @@ class Cluster:
         return not waiting
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Generator[None]:
         """One at a time starts, stops or clears a cluster."""
         with (self.settings.state / "lock").open("w") as lock:
             deadline = time.monotonic() + 300

@@ -16,8 +16,8 @@ def main() -> int:
     """Run the command that sys.argv names.
 
     Returns:
-        0; 1 if it could not be done; 2 for a wrong call; 3 if `status` finds a part that does not
-        run.
+        0; 1 if it could not be done, or `status` finds nothing that runs; 2 for a wrong call; 3 if
+        `status` finds a part that does not run.
     """
     began = time.monotonic()
 
@@ -59,6 +59,8 @@ def _status(_arguments: argparse.Namespace, say: _Say) -> int:
     pids = _cluster(say).status()
     for name, pid in pids.items():
         sys.stdout.write(f"{name:10} {f'pid {pid}' if pid else 'DOWN'}\n")
+    if not any(pids.values()):
+        return 1
     return 0 if all(pids.values()) else 3
 
 
@@ -125,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     }.items():
         add(name, does).add_argument("nodes", type=int, nargs="?", help="how many (default 4)")
     add("stop", "stop it; jobs die, job history is kept")
-    add("status", "what runs; exit code 3 if a part does not")
+    add("status", "what runs; exit code 3 if a part does not, 1 if nothing does")
     add("env", "print the export that makes Slurm's commands use it")
     add("purge", "stop it and delete all that it has written")
     add("clear", "end all jobs and undo crash, cut, down and set; wait until all nodes are idle")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def _installed(package: str, settings: Settings) -> bool:
 
 
 @contextmanager
-def _no_service_starts() -> Iterator[None]:
+def _no_service_starts() -> Generator[None]:
     """Packages start their services when they are installed, unless this file says no."""
     if _POLICY.exists():
         yield

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 
 class ClusterError(Exception):
@@ -103,7 +103,9 @@ class Settings:
                 f"there is no cluster in {state}: start one, or set SC_STATE"
             ) from None
         names = {field.name for field in fields(cls)}
-        return cls(**{**{n: v for n, v in said.items() if n in names}, "state": state})
+        known: dict[str, Any] = {name: value for name, value in said.items() if name in names}
+        known["state"] = state
+        return cls(**known)
 
     def save(self) -> None:
         """For `load`."""

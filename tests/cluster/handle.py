@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from slurm.cluster import Cluster, NodeProcess
+from slurm.processes import start_time
 from slurm.settings import Settings
 from tests.cluster.user_venv import make_user_venv
 from tests.conftest import PATIENCE_S, Answer, wait_until
@@ -125,8 +126,8 @@ class ClusterHandle:
         Made at the first use in a session, in some seconds.
         """
         directory = self.settings.state / "user-venv"
+        session = f"{os.getpid()} {start_time(os.getpid())}"
         made_by = directory / "made-by"
-        session = str(os.getpid())
         if not made_by.exists() or made_by.read_text() != session:
             make_user_venv(directory, self._as_user)
             made_by.write_text(session)
@@ -237,8 +238,15 @@ class ClusterHandle:
 
     def show(self, job: int) -> dict[str, str]:
         """All that the controller says of a job, by the names it uses."""
-        (line,) = self.scontrol("-o", "show", "job", str(job)).splitlines()
-        return dict(_FIELD.findall(line))
+        answer: list[str] = []
+
+        def answered() -> bool:
+            # Once in a long while it is empty, with exit code 0.
+            answer[:] = self.scontrol("-o", "show", "job", str(job)).splitlines()
+            return len(answer) == 1
+
+        wait_until(answered, f"scontrol to show job {job}", SLURM_PATIENCE_S)
+        return dict(_FIELD.findall(answer[0]))
 
     def state(self, job: int) -> str:
         """The job's state in full, such as PENDING."""

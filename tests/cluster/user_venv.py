@@ -16,6 +16,8 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+AsUser = Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]]
+
 _OURS = ("launcher", "trainer")
 _COMMAND = """\
 #!{python}
@@ -25,46 +27,56 @@ sys.exit(main())
 """
 
 
-def make_user_venv(
-    directory: Path, as_user: Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]]
-) -> None:
+def make_user_venv(directory: Path, as_user: AsUser) -> None:
     """Make `directory` a virtual environment with vitra and all that it needs.
 
-    What is installed here is linked file by file, or copied onto another file system; vitra itself
-    is copied from where the tests import it, and becomes an ordinary installed package.
+    What is installed here is linked file by file, or copied onto another file system; that is kept
+    until something else is installed here. vitra itself is copied anew from where the tests import
+    it, and becomes an ordinary installed package.
 
     Args:
-        directory: made anew; every directory above it must be open to all.
+        directory: every directory above it must be open to all.
         as_user: runs a command as the user who has to be able to use the environment.
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    subprocess.run([_interpreter(as_user), "-m", "venv", "--without-pip", directory], check=True)
-    here = Path(sysconfig.get_path("purelib"))
-    (site,) = directory.glob("lib/python*/site-packages")
-    shutil.copytree(here, site, copy_function=_link_or_copy, ignore=_editable, dirs_exist_ok=True)
-    for name in _OURS:
-        _install(name, site)
-    (record,) = [
-        info / "RECORD" for info in site.glob("vitra_launcher-*.dist-info") if info.is_dir()
-    ]
-    record.write_text(
-        "".join(
-            f"{file.relative_to(site)},,\n"
-            for name in _OURS
-            for file in sorted((site / name).rglob("*"))
-            if file.is_file()
+    here, python = Path(sysconfig.get_path("purelib")), _interpreter(as_user)
+    made_of = f"{here} {here.stat().st_mtime_ns} {python}"
+    stamp = directory / "made-of"
+    if not stamp.exists() or stamp.read_text() != made_of:
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([python, "-m", "venv", "--without-pip", directory], check=True)
+        (site,) = directory.glob("lib/python*/site-packages")
+        shutil.copytree(
+            here, site, copy_function=_link_or_copy, ignore=_editable, dirs_exist_ok=True
         )
-    )
-    command = directory / "bin" / "vitra"
-    command.write_text(_COMMAND.format(python=directory / "bin" / "python"))
-    command.chmod(0o755)
-    answer = as_user([directory / "bin" / "python", "-P", "-c", "import launcher.cli, torch, ssl"])
+        stamp.write_text(made_of)
+    _install_vitra(directory)
+    probe = [directory / "bin" / "python", "-P", "-c", "import launcher.cli, trainer, numpy, ssl"]
+    answer = as_user(probe)
     assert answer.returncode == 0, f"the user cannot use {directory}: {answer.stderr}"
 
 
-def _interpreter(
-    as_user: Callable[[Sequence[str | Path]], subprocess.CompletedProcess[str]],
-) -> Path:
+def _install_vitra(directory: Path) -> None:
+    """Put our packages and our command there, as pip does."""
+    (site,) = directory.glob("lib/python*/site-packages")
+    files: list[Path] = []
+    for name in _OURS:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        shutil.rmtree(site / name, ignore_errors=True)
+        without_bytecode = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(spec.origin).parent, site / name, ignore=without_bytecode)
+        files += [file for file in sorted((site / name).rglob("*")) if file.is_file()]
+        # The user may not write it there.
+        compileall.compile_dir(site / name, quiet=1)
+    (info,) = site.glob("vitra_launcher-*.dist-info")
+    (info / "RECORD").write_text("".join(f"{file.relative_to(site)},,\n" for file in files))
+    command = directory / "bin" / "vitra"
+    command.write_text(_COMMAND.format(python=directory / "bin" / "python"))
+    command.chmod(0o755)
+
+
+def _interpreter(as_user: AsUser) -> Path:
     """A Python that the user can run and that fits what is installed here.
 
     This one where possible; else the system's, if it has the same minor version.
@@ -94,14 +106,3 @@ def _editable(directory: str, names: list[str]) -> set[str]:
     if Path(directory).name.startswith("vitra_launcher-"):
         return {"RECORD", "direct_url.json"}
     return {name for name in names if name.startswith("__editable__")}
-
-
-def _install(name: str, site: Path) -> None:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    shutil.copytree(
-        Path(spec.origin).parent, site / name, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    # As pip does: the user may not write bytecode there.
-    compileall.compile_dir(site / name, quiet=1)
