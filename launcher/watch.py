@@ -137,11 +137,13 @@ def _look_after(
     say: Callable[[str], None],
 ) -> Look:
     record = read_record(run_dir)
+    stands = standing(run_dir, record, book)
+    if not stands.known:
+        raise SchedulerUnavailable(stands.reason.partition(";")[0])
     if run_dir.cancel.exists():
         facts = cancel_run(run_dir, slurm, wait_s=0, say=say)
         action = "cancelled" if facts["stopped"] else "alive"
         return Look(record.run_id, action, f"it has been cancelled, and is {facts['state']}")
-    stands = standing(run_dir, record, book)
     job_id = stands.job.job_id if stands.job else None
     if job_id is not None and job_id == current_job(run_dir, list(read_lines(run_dir.events))):
         return Look(record.run_id, "alive", stands.reason, job_id)

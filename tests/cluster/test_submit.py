@@ -52,9 +52,7 @@ def test_submitted_once_and_it_finishes(cluster: ClusterHandle) -> None:
     assert (run_dir / f"batch-{submitted['job_id']}.log").exists()
     assert cluster.show(int(submitted["job_id"]))["UserId"].startswith(cluster.user)
     # And further: where it ran before, in a new job.
-    resumed = json.loads(
-        vitra("resume", "tiny", "-o", "train.max_steps=25", "--wait", "--json")
-    )
+    resumed = json.loads(vitra("resume", "tiny", "-o", "train.max_steps=25", "--wait", "--json"))
     assert int(resumed["job_id"]) > int(submitted["job_id"])
     status = json.loads(vitra("status", "tiny", "--json"))
     assert (status["state"], status["step"]) == ("completed", 25)

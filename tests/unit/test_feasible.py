@@ -74,7 +74,11 @@ IMPOSSIBLE = {
     "one of two is unknown": ({"partition": "low,nosuch"}, "partition=nosuch", "low"),
     "time": ({"partition": "short", "time": "1:30:00"}, "1 h 30 min", "allows 1 h"),
     "nodes": ({"nodes": 5}, "resources.nodes=5", "low has 4 nodes"),
-    "nodes of a partition": ({"nodes": 3, "partition": "short", "time": 60}, "nodes=3", "has 2 nodes"),
+    "nodes of a partition": (
+        {"nodes": 3, "partition": "short", "time": 60},
+        "nodes=3",
+        "has 2 nodes",
+    ),
     "elastic": ({"nodes": {"min": 5, "max": 9}}, "resources.nodes=5", "has 4 nodes"),
     "gpus": ({"gpus_per_node": 9}, "gpus_per_node=9", "have 8 GPUs"),
     "gpu type": ({"gpus_per_node": "h100:1"}, "gpus_per_node=h100:1", "no h100 GPUs"),
@@ -87,9 +91,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("resources", "wish", "limit"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys()
-)
+@pytest.mark.parametrize(("resources", "wish", "limit"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_impossible(fake: FakeSlurm, resources: dict[str, object], wish: str, limit: str) -> None:
     with pytest.raises(SchedulerRejected) as refused:
         said(fake, **resources)
@@ -119,8 +121,8 @@ POSSIBLE = {
 def test_possible(fake: FakeSlurm, resources: dict[str, object]) -> None:
     assert said(fake, **resources) == ["Slurm: could start at once, on node[1-4]"]
     (call,) = fake.calls("sbatch")
-    assert call["argv"] == ["--test-only"]
-    assert "#SBATCH --job-name=a" in str(call["stdin"])
+    assert call.argv == ["--test-only"]
+    assert "#SBATCH --job-name=a" in call.stdin
 
 
 REFUSED = {

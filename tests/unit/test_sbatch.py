@@ -41,7 +41,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same waits in the same order, only shorter."""
     monkeypatch.setattr(sbatch, "_PAUSES_S", (0.01, 0.02))
     monkeypatch.setattr(sbatch, "_LOOKS_S", (0.01, 0.01, 0.02))
-    monkeypatch.setattr(sbatch, "_OUT_OF_REACH_S", 0.5)
+    monkeypatch.setattr(sbatch, "_OUT_OF_REACH_S", 0.2)
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_the_file_in_the_run_directory_is_what_sbatch_gets(
     fake.play("sbatch", TAKEN)
     assert submit(run_dir, fake) == "17"
     (call,) = fake.calls("sbatch")
-    assert call["argv"] == [str(run_dir.script)]
-    assert call["cwd"] == str(run_dir.path.parent)
+    assert call.argv == [str(run_dir.script)]
+    assert call.cwd == str(run_dir.path.parent)
     assert run_dir.script.read_bytes() == SCRIPT
     assert events(run_dir) == ["submitting", "queued"]
     assert {p.name for p in run_dir.path.iterdir()} == {"submit.sbatch", "events.jsonl"}
@@ -86,8 +86,7 @@ def test_the_job_inherits_the_shell_but_not_another_job(fake: FakeSlurm, run_dir
     leaks |= {"MASTER_ADDR": "x", "SRUN_CPUS_PER_TASK": "2", "LOCAL_RANK": "0"}
     kept = {"SLURM_CONF": "/etc/x.conf", "WANDB_API_KEY": "k", "LC_ALL": "C.UTF-8"}
     submit(run_dir, fake, **leaks, **kept)
-    environ = fake.calls("sbatch")[0]["environ"]
-    assert isinstance(environ, dict)
+    environ = fake.calls("sbatch")[0].environ
     assert not leaks.keys() & environ.keys()
     assert kept.items() <= environ.items()
 
@@ -130,7 +129,7 @@ def test_a_request_that_was_carried_out_late(fake: FakeSlurm, run_dir: RunDir) -
     both = queue_line("17", comment=OURS) + queue_line("18", comment=OURS)
     fake.play("sbatch", TIMED_OUT, {**TAKEN, "then": {"squeue": [{"out": both}]}})
     assert submit(run_dir, fake) == "17"
-    assert [call["argv"] for call in fake.calls("scancel")] == [["--state=PENDING", "18"]]
+    assert [call.argv for call in fake.calls("scancel")] == [["--state=PENDING", "18"]]
 
 
 def test_a_job_of_an_earlier_submission_is_not_taken_for_the_new_one(
@@ -172,7 +171,9 @@ def test_what_is_used_of_submitit() -> None:
     from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
     named = SlurmExecutor._get_job_id_from_submission_command
-    assert named("Submitted batch job 17\n") == named(b"Submitted batch job 17 on cluster x") == "17"
+    assert (
+        named("Submitted batch job 17\n") == named(b"Submitted batch job 17 on cluster x") == "17"
+    )
     assert list(inspect.signature(SlurmExecutor._submit_command).parameters) == ["self", "command"]
     assert list(inspect.signature(SlurmExecutor._num_tasks).parameters) == ["self"]
     assert SlurmExecutor.job_class is SlurmJob
