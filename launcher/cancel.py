@@ -6,59 +6,122 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from launcher.lock import lock_holder
-from launcher.registry import read_record, user_name
-from launcher.status import FINAL_STATES, run_state
-from trainer.spec.errors import StorageError, UsageError
-from trainer.spec.outcome import RunState
-from trainer.spec.rundir import RunDir, read_lines, utc_now, write_atomic
+from launcher.job import close_unjudged
+from launcher.jobs import effective
+from launcher.lock import RunLock
+from launcher.registry import RunRecord, read_record, user_name
+from launcher.slurm import Slurm
+from launcher.standing import JobBook, scheduler_of, standing
+from launcher.status import FINAL_STATES, Standing, is_finished, local_standing
+from trainer.spec.errors import SchedulerUnavailable, StorageError, UsageError
+from trainer.spec.outcome import RunState, Verdict
+from trainer.spec.rundir import RunDir, append_event, read_lines, utc_now, write_atomic
 
 _POLL_S = 0.1
+#: Between two looks into Slurm's queue.
+_LOOK_S = 0.5
+#: How long a waiting job may take to leave the queue once it is cancelled.
+_LEAVES_QUEUE_S = 10.0
 
 
-def cancel_run(run_dir: RunDir, *, wait_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+def cancel_run(
+    run_dir: RunDir, slurm: Slurm, *, wait_s: float, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Leave the cancel marker, and wait at most `wait_s` for the run to stop.
 
     A supervisor that lives has its ranks save a checkpoint and leave; where none does, the marker
-    alone makes the run cancelled, and no supervisor starts it again. A run that had ended is left
-    as it is. Only a resume by a person takes the marker away. May be called any number of times.
+    alone makes the run cancelled, and no supervisor starts it again. A job that waits in the queue
+    is taken out of it. A run that had ended is left as it is. Only a resume by a person takes the
+    marker away. May be called any number of times.
 
     Returns run_id, run_dir, `was` and `state` (before and after), and `stopped`: whether nothing of
     it runs any more.
 
     Raises:
         NotFound: no such run. StorageError: its record is damaged, or the marker cannot be written.
-        UsageError: the run is not one of this machine's.
+        SchedulerUnavailable: the marker is there, and Slurm cannot be asked what has become of it.
     """
     record = read_record(run_dir)
-    if record.scheduler != "local":
-        raise UsageError("cancelling a Slurm job is not yet part of this version")
-    was: RunState | None = None
     deadline = time.monotonic() + wait_s
+    if scheduler_of(record, list(read_lines(run_dir.events))) == "slurm":
+        was, stands = _cancel_on_slurm(run_dir, record, slurm, deadline, say)
+    else:
+        was, stands = _cancel_here(run_dir, deadline, say)
+    return {
+        "run_id": record.run_id,
+        "run_dir": str(run_dir.path),
+        "was": was.value,
+        "state": stands.state.value,
+        "stopped": not stands.alive,
+    }
+
+
+def _cancel_here(
+    run_dir: RunDir, deadline: float, say: Callable[[str], None]
+) -> tuple[RunState, Standing]:
+    was: RunState | None = None
     while True:
-        # The lock first: a supervisor records how the run ended before it lets go of it.
-        alive = lock_holder(run_dir.lock) is not None
         marked = run_dir.cancel.exists()
-        events = list(read_lines(run_dir.events))
-        state = run_state(record, events, alive=alive, cancelled=marked)
-        was = was or state
-        if state not in FINAL_STATES and not marked:
+        stands = local_standing(run_dir)
+        was = was or stands.state
+        if stands.state not in FINAL_STATES and not marked:
             _mark(run_dir)
-            if alive:
+            if stands.alive:
                 say("cancelling: a checkpoint is saved first")
             continue
         # While somebody holds the lock, a run that has ended may be about to be resumed.
-        if not alive or time.monotonic() >= deadline:
-            return {
-                "run_id": record.run_id,
-                "run_dir": str(run_dir.path),
-                "was": was.value,
-                "state": state.value,
-                "stopped": not alive,
-            }
+        if not stands.alive or time.monotonic() >= deadline:
+            return was, stands
         time.sleep(_POLL_S)
+
+
+def _cancel_on_slurm(
+    run_dir: RunDir, record: RunRecord, slurm: Slurm, deadline: float, say: Callable[[str], None]
+) -> tuple[RunState, Standing]:
+    was: RunState | None = None
+    while True:
+        marked = run_dir.cancel.exists()
+        stands = standing(run_dir, record, JobBook(slurm, [run_dir]))
+        was = was or stands.state
+        over = is_finished(effective(read_lines(run_dir.events)))
+        if not over and not marked:
+            _mark(run_dir)
+            if stands.state is RunState.RUNNING:
+                say("cancelling: a checkpoint is saved first")
+            continue
+        if not over and not stands.known:
+            raise SchedulerUnavailable(
+                f"{record.run_id} is marked as cancelled, and will not start again; whether "
+                f"anything of it runs is not known: {stands.reason.partition(';')[0]}",
+                "repeat `vitra cancel` when Slurm answers",
+            )
+        if stands.job is not None and stands.job.is_waiting:
+            # Only while it waits: one that has begun in between finds the marker, and one that
+            # comes back by a requeue is seen by the next look.
+            slurm.cancel(stands.job.job_id, waiting_only=True)
+            deadline = max(deadline, time.monotonic() + _LEAVES_QUEUE_S)
+        elif not over and not stands.alive:
+            _record(run_dir, stands)
+            continue
+        if not stands.alive or time.monotonic() >= deadline:
+            return was, stands
+        time.sleep(_LOOK_S)
+
+
+def _record(run_dir: RunDir, stands: Standing) -> None:
+    """Note that the run is cancelled, since nobody else is left to do so."""
+    with suppress(UsageError), RunLock(run_dir.submit_lock, "cancelled"):
+        if not is_finished(effective(read_lines(run_dir.events))):
+            record_end(run_dir, RunState.CANCELLED, Verdict.CANCELLED, stands.reason)
+
+
+def record_end(run_dir: RunDir, state: RunState, verdict: Verdict, reason: str) -> None:
+    """Note how a run has ended that has no supervisor. The caller holds submit_lock."""
+    close_unjudged(run_dir)
+    append_event(run_dir, "finished", state=state, verdict=verdict, reason=reason)
 
 
 def cancel_lines(facts: dict[str, Any], run: str) -> list[str]:

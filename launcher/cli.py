@@ -63,6 +63,10 @@ RunRoot = Annotated[
         "--run-root", metavar="DIR", help="Where runs live (default: $VITRA_RUN_ROOT, or ./runs)."
     ),
 ]
+Wait = Annotated[
+    bool,
+    typer.Option("--wait", help="Follow it to the end, as --local does; Ctrl-C only stops that."),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")
 ]
@@ -102,25 +106,29 @@ def submit(
         bool,
         typer.Option("--dry-run", help="Show the plan and what would be started; touch nothing."),
     ] = False,
+    wait: Wait = False,
     json_: Json = False,
 ) -> None:
-    """Check a spec, plan it exactly, and run it."""
+    """Check a spec, plan it exactly, and submit it to Slurm."""
     from datetime import datetime
 
     from launcher.lock import RunLock
+    from launcher.slurm import Slurm
+    from launcher.submission import submit_slurm
     from launcher.submit import draft, script, submit_local
-    from trainer.spec.errors import UsageError
 
     drafted = draft(spec, override or [], run_root=run_root, environ=os.environ)
     if dry_run:
         _show_dry_run(drafted.plan, None if local else script(drafted), as_json=json_)
         return
+    now = datetime.now().astimezone()
     if not local:
-        raise UsageError(
-            "submitting to Slurm is not yet part of this version",
-            "add --local to run on this machine, or --dry-run to see the batch script",
+        run_dir, job_id = submit_slurm(
+            drafted, Slurm(os.environ), environ=os.environ, say=_say, now=now
         )
-    run_dir = submit_local(drafted, environ=os.environ, say=_say, now=datetime.now().astimezone())
+        _announce_job(run_dir, job_id, wait=wait, as_json=json_)
+        return
+    run_dir = submit_local(drafted, environ=os.environ, say=_say, now=now)
     with RunLock(run_dir.lock):
         _announce(run_dir, as_json=json_)
         _supervise(run_dir)
@@ -148,37 +156,89 @@ def resume(
     override: Overrides = None,
     run_root: RunRoot = None,
     local: Annotated[bool, typer.Option("--local", help="Continue it on this machine.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Continue it on Slurm.")] = False,
     allow_change: Annotated[
         bool, typer.Option("--allow-change", help="Allow overrides that alter what was trained.")
     ] = False,
+    wait: Wait = False,
     json_: Json = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint, where it ran before."""
     from launcher.lock import RunLock
     from launcher.registry import read_record
-    from launcher.resume import prepare_resume
+    from launcher.slurm import Slurm
+    from launcher.standing import scheduler_of
+    from launcher.submission import resume_local, resume_slurm
     from trainer.spec.errors import UsageError
+    from trainer.spec.rundir import read_lines
 
+    if local and slurm:
+        raise UsageError("--local and --slurm exclude each other")
     run_dir = _find(run, run_root)
-    if not local and read_record(run_dir).scheduler != "local":
-        raise UsageError("resuming on Slurm is not yet part of this version", "add --local")
+    before = scheduler_of(read_record(run_dir), list(read_lines(run_dir.events)))
+    changes, commands = override or [], Slurm(os.environ)
+    if slurm or (before == "slurm" and not local):
+        job_id = resume_slurm(
+            run_dir, changes, commands, allow_change=allow_change, environ=os.environ, say=_say
+        )
+        _announce_job(run_dir, job_id, wait=wait, as_json=json_)
+        return
     # Held from before the first look, so that of two resumes at once one changes nothing.
     with RunLock(run_dir.lock):
-        planned = prepare_resume(
-            run_dir, override or [], allow_change=allow_change, environ=os.environ, say=_say
+        resumed = resume_local(
+            run_dir, changes, commands, allow_change=allow_change, environ=os.environ, say=_say
         )
         _announce(run_dir, as_json=json_)
-        if planned is not None:
+        if resumed is not None:
             _supervise(run_dir)
+
+
+@app.command()
+def watch(
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once and end, as for cron; else every so often.")
+    ] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=1, metavar="SECONDS", help="How often to look.")
+    ] = 60.0,
+    run_root: RunRoot = None,
+    json_: Json = False,
+) -> None:
+    """Go on with every run under the run root whose Slurm job is gone though it is not over."""
+    import time
+
+    from launcher import watch as watching
+    from launcher.registry import choose_run_root
+    from launcher.slurm import Slurm
+    from trainer.spec.errors import UsageError
+
+    if json_ and not once:
+        raise UsageError("--json prints one document", "add --once")
+    root = choose_run_root(run_root, None, os.environ)
+    slurm = Slurm(os.environ)
+    while True:
+        looks = watching.watch(root, slurm, environ=os.environ, say=_say)
+        if json_:
+            _print_json(watching.watch_facts(root, looks))
+        elif lines := watching.watch_lines(looks):
+            _print_lines(lines)
+        if once:
+            sys.exit(next((look.exit_code for look in looks if look.exit_code), 0))
+        time.sleep(interval_s)
 
 
 @app.command()
 def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
     """Show one run in full: state, attempts and their verdicts, newest checkpoint."""
+    from launcher.registry import read_record
     from launcher.show import status_lines
+    from launcher.slurm import Slurm
+    from launcher.standing import JobBook, standing
     from launcher.status import run_status
 
-    facts = run_status(_find(run, run_root))
+    run_dir = _find(run, run_root)
+    book = JobBook(Slurm(os.environ), [run_dir])
+    facts = run_status(run_dir, standing(run_dir, read_record(run_dir), book))
     if json_:
         _print_json(facts)
     else:
@@ -196,9 +256,10 @@ def ps(
     """List the runs under the run root, newest first."""
     from launcher.ps import list_runs, run_lines
     from launcher.registry import choose_run_root
+    from launcher.slurm import Slurm
 
     root = choose_run_root(run_root, None, os.environ)
-    facts = list_runs(root, limit=None if all_ else 20)
+    facts = list_runs(root, Slurm(os.environ), limit=None if all_ else 20)
     if json_:
         _print_json(facts)
         return
@@ -230,9 +291,9 @@ def logs(
 ) -> None:
     """Print what the ranks have printed, each line after its attempt and rank."""
     from launcher import logs as log_files
-    from launcher.lock import lock_holder
     from launcher.registry import read_plan, read_record
-    from launcher.status import is_over
+    from launcher.slurm import Slurm
+    from launcher.standing import Over
 
     run_dir = _find(run, run_root)
     read_record(run_dir)
@@ -240,14 +301,15 @@ def logs(
     log_files.check_selection(
         run_dir, selection, world_size=read_plan(run_dir).world_size if follow else None
     )
-    if follow and lock_holder(run_dir.lock) is None and not is_over(run_dir):
+    over = Over(run_dir, Slurm(os.environ))
+    if follow and not over() and not over.alive:
         _say("nobody supervises this run at the moment: waiting for a resume (Ctrl-C leaves)")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     printer = log_files.Printer(sys.stdout.buffer, colour=colour)
     lines = log_files.log_lines(
         run_dir,
         selection,
-        is_over=lambda: not follow or is_over(run_dir),
+        is_over=lambda: not follow or over(),
         wait=lambda: log_files.wait_for_more(sys.stdout.buffer, log_files.POLL_S),
     )
     with _until_nobody_listens():
@@ -268,9 +330,10 @@ def cancel(
     """Stop a run for good; it saves a checkpoint first. Only `vitra resume` starts it again."""
     from launcher.cancel import cancel_lines, cancel_run
     from launcher.registry import as_argument
+    from launcher.slurm import Slurm
 
     run_dir = _find(run, run_root)
-    facts = cancel_run(run_dir, wait_s=wait_s, say=_say)
+    facts = cancel_run(run_dir, Slurm(os.environ), wait_s=wait_s, say=_say)
     if json_:
         _print_json(facts)
     else:
@@ -426,18 +489,59 @@ def _announce(run_dir: RunDir, *, as_json: bool) -> None:
         _say(f"run {run_dir.path.name} in {run_dir.path}")
 
 
+def _announce_job(run_dir: RunDir, job_id: str | None, *, wait: bool, as_json: bool) -> None:
+    """Say which job a run is, or None: that nothing is left to do; and with `wait` follow it."""
+    from launcher.registry import as_argument
+
+    run_id, run = run_dir.path.name, as_argument(run_dir, os.environ)
+    if as_json:
+        _print_json({"run_id": run_id, "run_dir": str(run_dir.path), "job_id": job_id})
+    elif job_id is not None:
+        _print_lines(
+            [
+                f"run {run_id} in {run_dir.path}",
+                f"job {job_id}",
+                f"next: vitra status {run}  |  vitra logs {run} -f  |  vitra cancel {run}",
+            ]
+        )
+    if job_id is not None and wait:
+        _follow(run_dir, job_id)
+
+
+def _follow(run_dir: RunDir, job_id: str) -> NoReturn:
+    """Show how a run on Slurm goes, and exit with what came of it."""
+    from launcher.follow import exit_code, follow_run
+    from launcher.progress import follow
+    from launcher.registry import as_argument
+    from launcher.show import ending_lines
+    from launcher.slurm import Slurm
+
+    run = as_argument(run_dir, os.environ)
+    progress = follow(run_dir)
+    try:
+        ending = follow_run(run_dir, Slurm(os.environ), progress)
+    except SystemExit:
+        progress.close()
+        _say(f"job {job_id} goes on; `vitra logs {run} -f` follows, `vitra cancel {run}` stops it")
+        raise
+    progress.close()
+    for line in ending_lines(run_dir, ending, run):
+        _say(line)
+    sys.exit(exit_code(ending))
+
+
 def _supervise(run_dir: RunDir) -> NoReturn:
     """Run here to the end, and exit with what came of it. The caller holds the run's lock."""
     from launcher.job import Supervisor
     from launcher.progress import follow
     from launcher.registry import as_argument, read_record
-    from launcher.schedulers.local import LocalLauncher
+    from launcher.schedulers.local import LocalLauncher, Terminal
     from launcher.show import ending_lines
 
     launcher = LocalLauncher(os.environ, Path(read_record(run_dir).working_dir))
     progress = follow(run_dir)
     try:
-        ending = Supervisor(run_dir, launcher, progress).run()
+        ending = Supervisor(run_dir, launcher, progress, Terminal()).run()
     finally:
         progress.close()
     for line in ending_lines(run_dir, ending, as_argument(run_dir, os.environ)):

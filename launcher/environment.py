@@ -13,6 +13,8 @@ from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
 from trainer.spec.snapshot import Snapshot
 
+#: Says where the cluster is; everything else of Slurm's is about one job.
+_CLUSTER = "SLURM_CONF"
 #: Left over in a shell from another launcher or allocation, these send ranks looking for strangers.
 _STALE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_")
 _STALE_NAMES = frozenset(
@@ -32,7 +34,7 @@ def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in _STALE_NAMES and not name.startswith(_STALE_PREFIXES)
+        if name == _CLUSTER or (name not in _STALE_NAMES and not name.startswith(_STALE_PREFIXES))
     }
 
 

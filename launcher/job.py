@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -17,9 +17,9 @@ from launcher.hang import Hang, HangGuard, Limits
 from launcher.heartbeat import Heartbeats
 from launcher.judge import Decision, Finding, PastAttempt, decide, judge
 from launcher.progress import Progress
-from launcher.schedulers.base import RankGroup, RankLauncher
+from launcher.schedulers.base import Interruption, RankGroup, RankLauncher, Surroundings
 from launcher.status import finished_steps
-from trainer.spec.errors import StorageError, VitraError
+from trainer.spec.errors import Fenced, SchedulerUnavailable, StorageError, VitraError
 from trainer.spec.outcome import EXIT_SAVED, Outcome, RankExit, RankReport, RunState, Verdict
 from trainer.spec.plan import Plan
 from trainer.spec.pulse import Phase
@@ -42,7 +42,10 @@ _ONE_PRESS_S = 0.3
 
 @dataclass(frozen=True)
 class Ending:
-    """How a supervisor's work ended. `signal` is the one that a person stopped it with."""
+    """How a supervisor's work ended. `signal` is the one that a person stopped it with.
+
+    The state is `requeued` where the run goes on in another life of its job.
+    """
 
     state: RunState
     verdict: Verdict
@@ -58,7 +61,9 @@ class Supervisor:
         run_dir: a submitted run.
         launcher: what starts ranks.
         progress: told about every finished step.
+        surroundings: what may take the ranks away, and how the run starts again then.
         job_id: the scheduler's, recorded with each attempt.
+        early: signals that had come before; the list may grow until `run` listens itself.
         limits: when ranks count as hung; None: what follows from the plan's retry.hang_timeout_s.
         clock: gives seconds, and never goes back.
     """
@@ -68,18 +73,24 @@ class Supervisor:
         run_dir: RunDir,
         launcher: RankLauncher,
         progress: Progress,
+        surroundings: Surroundings,
         *,
         job_id: str | None = None,
+        early: Sequence[int] = (),
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
         self._launcher = launcher
         self._progress = progress
+        self._surroundings = surroundings
         self._job_id = job_id
         self._limits = limits
         self._clock = clock
+        self._early = early
         self._signals: list[int] = []
+        self._heeded = 0
+        self._interruption: Interruption | None = None
 
     def run(self) -> Ending:
         """Supervise to the end. The caller holds the run's lock.
@@ -91,6 +102,11 @@ class Supervisor:
         try:
             with self._signals_counted():
                 return self._attempts()
+        except (Fenced, SchedulerUnavailable) as err:
+            # Not this process's to say any more, or not known: `vitra watch` finds out.
+            if self._job_id is None and not isinstance(err, Fenced):
+                self._finish(RunState.FAILED, Verdict.ERROR, str(err))
+            raise
         except (VitraError, OSError) as err:
             # Nobody else is left to record how the run stands.
             with suppress(OSError):
@@ -104,23 +120,60 @@ class Supervisor:
 
     def _attempts(self) -> Ending:
         while True:
-            if self._run_dir.cancel.exists():
+            if self._cancelled():
                 return self._finish(
                     RunState.CANCELLED, Verdict.CANCELLED, "cancelled before it started"
                 )
-            if self._signals:
-                return self._finish(
-                    RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts"
-                )
+            if (interruption := self._interrupted()) is not None:
+                return self._stopped_between(interruption)
             finding, decision = self._attempt()
             if not decision.restart:
+                self._surroundings.stay_away()
                 return self._finish(
                     decision.state, decision.verdict, decision.reason, finding.exit_code
                 )
+            if self._interruption is not None:
+                return self._go_on_later(decision.verdict, decision.reason)
+            # Noted first: what follows may end this process.
             append_event(
                 self._run_dir, "requeued", verdict=decision.verdict, reason=decision.reason
             )
+            if not self._surroundings.start_again(decision.verdict, None):
+                return Ending(RunState.REQUEUED, decision.verdict, decision.reason)
             self._progress.message(f"{decision.verdict}: {decision.reason}; starting again")
+
+    def _stopped_between(self, interruption: Interruption) -> Ending:
+        if interruption.verdict is Verdict.CANCELLED:
+            return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts")
+        policy = Plan.read(self._run_dir.plan).spec.retry
+        finding = Finding(interruption.verdict, interruption.reason)
+        decision = decide(finding, _history(self._run_dir), policy)
+        if not decision.restart:
+            self._surroundings.stay_away()
+            return self._finish(decision.state, decision.verdict, decision.reason)
+        return self._go_on_later(decision.verdict, decision.reason)
+
+    def _go_on_later(self, verdict: Verdict, reason: str) -> Ending:
+        append_event(self._run_dir, "requeued", verdict=verdict, reason=reason)
+        self._surroundings.start_again(verdict, self._interruption)
+        return Ending(RunState.REQUEUED, verdict, reason)
+
+    def _interrupted(self) -> Interruption | None:
+        """What has come from outside to end the ranks, if anything has.
+
+        A later signal may tell more: that the job was cancelled in its grace time, or that the time
+        limit, of which there was a warning, is reached.
+        """
+        while self._heeded < len(self._signals):
+            self._heeded += 1
+            heard = self._surroundings.heed(self._signals[self._heeded - 1])
+            if self._interruption is None or not self._interruption.comes_back:
+                self._interruption = heard
+        if self._interruption is None:
+            self._interruption = self._surroundings.look()
+        if self._interruption is None and self._cancelled():
+            self._interruption = Interruption(Verdict.CANCELLED, "cancelled by `vitra cancel`")
+        return self._interruption
 
     def _attempt(self) -> tuple[Finding, Decision]:
         plan = Plan.read(self._run_dir.plan)
@@ -144,18 +197,24 @@ class Supervisor:
             limits = self._limits or Limits.of(plan.spec.retry.hang_timeout_s)
             guard = HangGuard(plan.world_size, limits, files, heartbeats, self._clock)
             try:
-                exits, hang = self._watch(group, plan, guard, note)
+                exits, hang = self._watch(group, plan, attempt, guard, note)
             except BaseException:
                 group.kill()
                 raise
             places = heartbeats.places()
             reports = _read_reports(files, plan.world_size)
+            if self._interruption is None and hang is None and not _all_done(exits, reports, plan):
+                lost = [rank for rank, end in exits.items() if end.is_lost]
+                self._interruption = self._surroundings.why_ended(lost, lambda: self._signals)
+            self._refuse_if_succeeded(attempt)
+            stopped = self._interruption
             finding = judge(
                 exits,
                 reports,
                 total_steps=plan.total_steps,
-                stop_asked=bool(self._signals) or self._cancelled(),
+                stop_asked=stopped is not None and stopped.verdict is Verdict.CANCELLED,
                 hang=hang,
+                interruption=stopped,
                 done={r: place.step for r, place in places.items() if place.phase is Phase.DONE},
             )
             note(f"verdict {finding.verdict}: {finding.reason}")
@@ -208,14 +267,19 @@ class Supervisor:
         return claim.attempt, claim.resume_step
 
     def _watch(
-        self, group: RankGroup, plan: Plan, guard: HangGuard, note: Callable[[str], None]
+        self,
+        group: RankGroup,
+        plan: Plan,
+        attempt: int,
+        guard: HangGuard,
+        note: Callable[[str], None],
     ) -> tuple[dict[int, RankExit], Hang | None]:
         """Wait for every rank to end.
 
         Passes stops on, ends the rest when one has failed, and all when they hang: then also
         returns how.
         """
-        passed_on = 0
+        told = False
         failed_at: float | None = None
         while True:
             exits = group.poll()
@@ -223,22 +287,25 @@ class Supervisor:
             if len(exits) == plan.world_size:
                 return exits, None
             now = self._clock()
-            asked = len(self._signals) + self._cancelled()
-            if asked > passed_on:
-                if passed_on == 0:
-                    note("stop asked for: the ranks save and leave")
-                    append_event(
-                        self._run_dir, "signal", number=self._signals[0] if self._signals else None
-                    )
-                    self._progress.message(
-                        "stopping: saving a checkpoint first (once more to stop at once)"
-                    )
-                    group.ask_to_stop()
-                if len(self._signals) > 1:
-                    note("stop asked for again: ending the ranks")
-                    self._progress.message("stopping at once")
-                    return _end(group, plan, note), None
-                passed_on = asked
+            if not told and (interruption := self._interrupted()) is not None:
+                told = True
+                note(f"{interruption.verdict}: {interruption.reason}; the ranks save and leave")
+                # For whoever judges, should this process not live to do it.
+                append_event(
+                    self._run_dir,
+                    "signal",
+                    number=self._signals[0] if self._signals else None,
+                    attempt=attempt,
+                    verdict=interruption.verdict,
+                    reason=interruption.reason,
+                )
+                hint = " (once more to stop at once)" if self._surroundings.insists else ""
+                self._progress.message(f"stopping: saving a checkpoint first{hint}")
+                group.ask_to_stop()
+            if len(self._signals) > 1 and self._surroundings.insists:
+                note("stop asked for again: ending the ranks")
+                self._progress.message("stopping at once")
+                return _end(group, plan, note), None
             failed = [r for r, end in exits.items() if end.exit_code not in (0, EXIT_SAVED)]
             if failed and failed_at is None:
                 failed_at = now
@@ -255,6 +322,15 @@ class Supervisor:
                 return _end(group, plan, note), hang
             time.sleep(_POLL_S)
 
+    def _refuse_if_succeeded(self, attempt: int) -> None:
+        """A supervisor that the scheduler has given up may live on beside its successor.
+
+        Raises:
+            Fenced: that is so; nothing of the run is this one's to judge any more.
+        """
+        if max(self._run_dir.attempt_numbers(), default=0) > attempt:
+            raise Fenced(f"attempt {attempt} has a successor, which owns the run")
+
     def _cancelled(self) -> bool:
         return self._run_dir.cancel.exists()
 
@@ -268,19 +344,18 @@ class Supervisor:
 
     @contextmanager
     def _signals_counted(self) -> Generator[None]:
-        counted_at = -math.inf
+        last: tuple[int, float] | None = None
 
         def count(number: int, _frame: FrameType | None) -> None:
-            nonlocal counted_at
-            if time.monotonic() - counted_at > _ONE_PRESS_S:
-                counted_at = time.monotonic()
+            nonlocal last
+            now = time.monotonic()
+            again = last is not None and now - last[1] <= _ONE_PRESS_S
+            if not (again and (self._surroundings.insists or (last and last[0] == number))):
+                last = (number, now)
                 self._signals.append(number)
 
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        # The terminal has gone, as when a connection drops; nohup asks for that to be ignored.
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, count) for number in numbers}
+        before = {number: signal.signal(number, count) for number in self._surroundings.signals}
+        self._signals.extend(self._early)
         try:
             yield
         finally:
@@ -299,6 +374,12 @@ def _end(group: RankGroup, plan: Plan, note: Callable[[str], None]) -> dict[int,
             rank=rank, node=os.uname().nodename, signal=signal.SIGKILL, ended_at=time.time()
         )
     return exits
+
+
+def _all_done(exits: Mapping[int, RankExit], reports: Mapping[int, RankReport], plan: Plan) -> bool:
+    return all(end.exit_code == 0 for end in exits.values()) and all(
+        (report.last_step or 0) >= (plan.total_steps or 0) for report in reports.values()
+    )
 
 
 class _Notes:
@@ -325,17 +406,35 @@ def close_unjudged(run_dir: RunDir) -> None:
             ),
             utc_now(),
         )
+        verdict, reason = _last_word(run_dir, number)
         first, last = finished_steps(run_dir, number, {})
         outcome = Outcome(
             attempt=number,
-            verdict=Verdict.NODE_FAILURE,
-            reason="its supervisor was gone before the attempt ended",
+            verdict=verdict,
+            reason=reason,
+            job_id=_job_of(run_dir, number),
             first_step=first,
             last_step=last,
             started_at=started,
             ended_at=utc_now(),
         )
         _publish(run_dir, outcome)
+
+
+def _last_word(run_dir: RunDir, attempt: int) -> tuple[Verdict, str]:
+    """What a supervisor that was killed had found out of why its ranks had to leave."""
+    gone = "its supervisor was gone before the attempt ended"
+    for event in read_lines(run_dir.events):
+        if event.get("event") == "signal" and event.get("attempt") == attempt:
+            return Verdict(event["verdict"]), f"{event['reason']}; {gone}"
+    return Verdict.NODE_FAILURE, gone
+
+
+def _job_of(run_dir: RunDir, attempt: int) -> str | None:
+    for event in read_lines(run_dir.events):
+        if event.get("event") == "attempt" and event.get("attempt") == attempt:
+            return event.get("job_id")
+    return None
 
 
 def _publish(run_dir: RunDir, outcome: Outcome) -> None:
@@ -378,3 +477,12 @@ def _history(run_dir: RunDir) -> list[PastAttempt]:
             case _:
                 pass
     return past
+
+
+if __name__ == "__main__":
+    from launcher.batch import main
+
+    # At once: nothing of what Python does at its end may hold up the job's.
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.hang import Hang
+from launcher.schedulers.base import Interruption
 from trainer.spec.outcome import EXIT_FENCED, EXIT_SAVED, RankExit, RankReport, RunState, Verdict
 from trainer.spec.run import RetrySpec
 
@@ -54,8 +55,12 @@ def judge(
     stop_asked: bool,
     hang: Hang | None = None,
     done: Mapping[int, int] | None = None,
+    interruption: Interruption | None = None,
 ) -> Finding:
     """Judge an attempt of which every rank has ended, by how each rank ended.
+
+    `interruption` is what took the ranks away from outside: whatever they met after that, it is the
+    cause, unless they had finished before.
 
     `hang` is why the supervisor ended ranks that would not end; `done` holds the last step of each
     rank that had nothing left to do but to leave: if it was killed then, nothing is lost.
@@ -75,6 +80,8 @@ def judge(
     if len(finished) == len(codes):
         ranks = "the one rank" if len(codes) == 1 else f"all {len(codes)} ranks"
         return Finding(Verdict.COMPLETED, f"{ranks} reached step {total_steps}", 0)
+    if interruption is not None and interruption.verdict is not Verdict.CANCELLED:
+        return _taken_away(interruption, codes)
     to_blame = [r for r, c in codes.items() if c != EXIT_SAVED and r not in finished]
     if not to_blame:
         reason = "all ranks saved and stopped as they were asked"
@@ -92,6 +99,10 @@ def judge(
     def blame(verdict: Verdict, reason: str, error: str | None = None) -> Finding:
         return Finding(verdict, reason, codes[rank], rank, end.node, error)
 
+    if end.is_lost:
+        return blame(
+            Verdict.ERROR, f"{where} was killed together with the task that watched over it"
+        )
     if end.signal is not None:
         return blame(Verdict.ERROR, f"{where} was killed by {_signal_name(end.signal)}")
     if codes[rank] == 0:
@@ -103,6 +114,15 @@ def judge(
     if codes[rank] == EXIT_FENCED:
         return blame(Verdict.ERROR, "a newer attempt owns the run", "Fenced")
     return blame(Verdict.ERROR, f"{where} exited with code {codes[rank]}")
+
+
+def _taken_away(interruption: Interruption, codes: Mapping[int, int]) -> Finding:
+    unsaved = sum(code != EXIT_SAVED for code in codes.values())
+    if not unsaved:
+        how = "all ranks saved first" if len(codes) > 1 else "the rank saved first"
+        return Finding(interruption.verdict, f"{interruption.reason}; {how}", EXIT_SAVED)
+    how = f"{unsaved} of {len(codes)} ranks ended before they had saved"
+    return Finding(interruption.verdict, f"{interruption.reason}; {how}", max(codes.values()))
 
 
 def _hung(hang: Hang, exits: Mapping[int, RankExit], codes: Mapping[int, int]) -> Finding:
@@ -139,7 +159,7 @@ class Decision:
 
 
 #: The `restart_on` word for each verdict that a run may start again after.
-_CAUSES = {
+CAUSES = {
     Verdict.PREEMPTED: "preemption",
     Verdict.TIME_LIMIT: "time_limit",
     Verdict.NODE_FAILURE: "node_failure",
@@ -167,7 +187,7 @@ def decide(finding: Finding, history: Sequence[PastAttempt], policy: RetrySpec) 
     # Somebody took the port between its choice and its use: no error of the program's, whatever
     # the policy says of those; the next attempt chooses another.
     port_taken = finding.error == _RENDEZVOUS_ERROR and _PORT_TAKEN in finding.reason
-    if _CAUSES[verdict] not in policy.restart_on and not port_taken:
+    if CAUSES[verdict] not in policy.restart_on and not port_taken:
         return Decision(False, RunState.FAILED, verdict, finding.reason)
     if verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY) and not port_taken:
         used = sum(past.verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY) for past in history)

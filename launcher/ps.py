@@ -13,10 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.lock import lock_holder
 from launcher.progress import clock_time
 from launcher.registry import read_record, runs
-from launcher.status import run_state
+from launcher.slurm import Slurm
+from launcher.standing import JobBook, standing
 from trainer.spec.errors import VitraError
 from trainer.spec.outcome import RunState
 from trainer.spec.rundir import AttemptDir, RunDir, read_lines
@@ -29,20 +29,22 @@ _RECENT_STEPS = 20
 _HEADINGS = ("RUN", "STATE", "ATTEMPT", "STEP", "CHECKPOINT", "NODES", "ETA")
 
 
-def list_runs(run_root: Path, *, limit: int | None) -> dict[str, Any]:
+def list_runs(run_root: Path, slurm: Slurm, *, limit: int | None) -> dict[str, Any]:
     """The facts of `vitra ps --json`: the newest `limit` runs (None: all), newest first.
 
-    `more` tells that there are others. A run whose files cannot be read is listed with its
-    `problem`, and what can be known all the same.
+    Slurm's queue is asked for once, and only where there is a run of Slurm's. `more` tells that
+    there are others. A run whose files cannot be read is listed with its `problem`, and what can be
+    known all the same.
 
     Raises:
         StorageError: the root is there and cannot be read.
     """
     found = runs(run_root)
-    shown = list(found if limit is None else islice(found, limit))
+    shown = [RunDir(run_root / run_id) for run_id in islice(found, limit)]
+    book = JobBook(slurm, shown)
     return {
         "run_root": str(run_root),
-        "runs": [_row(RunDir(run_root / run_id)) for run_id in shown],
+        "runs": [_row(run_dir, book) for run_dir in shown],
         "more": next(found, None) is not None,
     }
 
@@ -76,7 +78,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _row(run_dir: RunDir) -> dict[str, Any]:
+def _row(run_dir: RunDir, book: JobBook) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run_id": run_dir.path.name,
         "run_dir": str(run_dir.path),
@@ -92,7 +94,7 @@ def _row(run_dir: RunDir) -> dict[str, Any]:
         "problem": None,
     }
     try:
-        _fill(row, run_dir)
+        _fill(row, run_dir, book)
     except VitraError as err:
         row["problem"] = err.message
     except OSError as err:
@@ -103,16 +105,14 @@ def _row(run_dir: RunDir) -> dict[str, Any]:
     return row
 
 
-def _fill(row: dict[str, Any], run_dir: RunDir) -> None:
+def _fill(row: dict[str, Any], run_dir: RunDir, book: JobBook) -> None:
     """Add what is known to `row`, as far as it goes."""
     record = read_record(run_dir)
     row["name"] = record.name
-    # The lock first: a supervisor records how the run ended before it lets go of it.
-    alive = lock_holder(run_dir.lock) is not None
-    cancelled = run_dir.cancel.exists()
+    stands = standing(run_dir, record, book)
     events = list(read_lines(run_dir.events))
-    state = run_state(record, events, alive=alive, cancelled=cancelled)
-    row["state"] = state.value
+    state = stands.state
+    row["state"], row["job_id"] = state.value, stands.job_id
     row["last_checkpoint_step"] = _last_saved(events)
     numbers = run_dir.attempt_numbers()
     row["attempt"] = max(numbers, default=0)

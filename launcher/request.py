@@ -12,9 +12,11 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from launcher.jobs import job_comment
 from trainer.spec.errors import UsageError
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import LAUNCH_VARIABLES
+from trainer.spec.run import ResourcesSpec
 from trainer.spec.safety import text_problem
 
 #: How often one job may be requeued because its supervisor was killed outright (kill -9, out of
@@ -63,7 +65,7 @@ class SubmitRequest(BaseModel):
     @property
     def comment(self) -> str:
         """The job's comment, by which the job of a run is found."""
-        return f"vitra:{self.run_id}"
+        return job_comment(self.run_id)
 
 
 def build_request(plan: Plan, *, python: str) -> SubmitRequest:
@@ -88,9 +90,7 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
     resources = plan.spec.resources
     counts = [shape.nodes for shape in plan.elastic] or [plan.nodes]
     least, most = min(counts), max(counts)
-    gpus = None
-    if resources.gpu_count:
-        gpus = ":".join(filter(None, (resources.gpu_type, str(resources.gpu_count))))
+    gpus = dict(gpu_options(resources))
     return SubmitRequest(
         run_id=plan.run_id,
         run_dir=plan.run_dir,
@@ -98,8 +98,8 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
         job_name=plan.spec.name,
         nodes=str(most) if least == most else f"{least}-{most}",
         ntasks_per_node=plan.tasks_per_node,
-        gpus_per_node=gpus if resources.gpu_request == "gpus-per-node" else None,
-        gres=f"gpu:{gpus}" if gpus and resources.gpu_request == "gres" else None,
+        gpus_per_node=gpus.get("gpus-per-node"),
+        gres=gpus.get("gres"),
         cpus_per_task=resources.cpus_per_task,
         mem_gb=resources.mem_gb,
         time_limit_min=plan.time_limit_min,
@@ -120,6 +120,16 @@ def build_request(plan: Plan, *, python: str) -> SubmitRequest:
     )
 
 
+def gpu_options(resources: ResourcesSpec) -> list[tuple[str, str]]:
+    """The option by which this cluster wants GPUs asked for, of sbatch and srun; at most one."""
+    if not resources.gpu_count or resources.gpu_request == "none":
+        return []
+    gpus = ":".join(filter(None, (resources.gpu_type, str(resources.gpu_count))))
+    if resources.gpu_request == "gres":
+        return [("gres", f"gpu:{gpus}")]
+    return [("gpus-per-node", gpus)]
+
+
 def render(request: SubmitRequest) -> str:
     """The batch script of a request: the text that sbatch gets on its standard input."""
     command = [request.python, "-P", "-m", "launcher.job", request.run_dir]
@@ -135,6 +145,9 @@ def render(request: SubmitRequest) -> str:
         "# Whatever shell options the lines above have set must not reach the ones below.",
         "set +eum +o pipefail",
         f"unset {' '.join(LAUNCH_VARIABLES)}",
+        "# The run's own copy of vitra; where none was needed, there is no such directory.",
+        f"export PYTHONPATH={shlex.quote(f'{request.run_dir}/code/vitra')}"
+        '"${PYTHONPATH:+:$PYTHONPATH}"',
         f"vitra_run_dir={shlex.quote(request.run_dir)}",
         f"vitra_command=({shlex.join(command)})",
         f"vitra_budget={GUARD_BUDGET}",

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 from launcher.job import close_unjudged
+from launcher.jobs import begin_submission, submissions
 from launcher.load import changed_fields, dotted, dump_overrides, load_spec, read_overrides
 from launcher.planner import replan
 from launcher.registry import absolute, read_plan
-from launcher.status import run_status
+from launcher.status import Standing, run_status
 from launcher.submit import refuse_foreign_place, refuse_later_parts
 from trainer.spec.errors import UsageError
 from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec
-from trainer.spec.rundir import RunDir, append_event, write_atomic
+from trainer.spec.rundir import RunDir, append_event, read_lines, write_atomic
 
 #: What a resume may change, because it does not alter what was trained.
 _CHANGEABLE = (
@@ -34,23 +36,37 @@ _CHANGEABLE = (
 )
 
 
-def prepare_resume(
+@dataclass(frozen=True)
+class Resumption:
+    """A resume that is allowed, before anything of it is written.
+
+    `overrides` is the new text of the run's overrides, None where there are no new ones; `changed`
+    has each changed field's new value.
+    """
+
+    plan: Plan
+    overrides: bytes | None
+    changed: Mapping[str, object]
+
+
+def check_resume(
     run_dir: RunDir,
+    stands: Standing,
     overrides: Sequence[str],
     *,
     allow_change: bool,
     environ: Mapping[str, str],
     say: Callable[[str], None],
-) -> Plan | None:
-    """Make a run ready to go on. The caller holds the run's lock.
+) -> Resumption | None:
+    """Whether a run may go on, and as what; writes nothing.
 
     `overrides` are added to the run's own, for this and every later attempt. Prints each change,
-    and the learning rate at the resume step where the schedule changed. Returns the new plan, or
-    None where the run is complete and nothing is left to train.
+    and the learning rate at the resume step where the schedule changed. Returns None where the run
+    is complete and nothing is left to train.
 
     Raises:
         UsageError: a change is not allowed. SpecError, PlanError: the changed spec is refused.
-            CheckpointError: the checkpoint place is another run's. Nothing is changed then.
+            CheckpointError: the checkpoint place is another run's.
     """
     old = read_plan(run_dir)
     given = [*read_overrides(run_dir.overrides), *overrides]
@@ -65,7 +81,7 @@ def prepare_resume(
             + ", ".join(_change(field, old.spec, new.spec) for field in refused),
             "it alters what was trained; submit a new run, or add --allow-change",
         )
-    status = run_status(run_dir, supervised=False)
+    status = run_status(run_dir, stands)
     if status["state"] == RunState.COMPLETED and (new.total_steps or 0) <= (old.total_steps or 0):
         say(f"{run_dir.path.name} is already complete: step {status['step']} of {old.total_steps}")
         return None
@@ -82,15 +98,29 @@ def prepare_resume(
         say("note: another number of threads changes the last bits of results")
     if new.total_steps != old.total_steps:
         _say_rate(old, new, saved, say)
+    return Resumption(
+        plan=new,
+        overrides=dump_overrides(loaded.overrides) if loaded else None,
+        changed={field: _value(new.spec, field) for field in changes},
+    )
 
+
+def write_resume(run_dir: RunDir, resumption: Resumption, *, scheduler: str) -> None:
+    """Make a run ready to go on. The caller sees to it that nobody else does.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
     close_unjudged(run_dir)
-    if loaded is not None:
-        write_atomic(run_dir.overrides, dump_overrides(loaded.overrides))
-    write_atomic(run_dir.plan, new.model_dump_json(indent=1).encode())
+    if resumption.overrides is not None:
+        write_atomic(run_dir.overrides, resumption.overrides)
+    write_atomic(run_dir.plan, resumption.plan.model_dump_json(indent=1).encode())
     with suppress(FileNotFoundError):
         run_dir.cancel.unlink()
-    append_event(run_dir, "resumed", changed={field: _value(new.spec, field) for field in changes})
-    return new
+    append_event(run_dir, "resumed", scheduler=scheduler, changed=resumption.changed)
+    if scheduler == "local" and submissions(list(read_lines(run_dir.events))):
+        # A job of before that comes back must find that the run is no longer its own.
+        begin_submission(run_dir)
 
 
 def _say_rate(old: Plan, new: Plan, step: int, say: Callable[[str], None]) -> None:

@@ -35,6 +35,7 @@ def run(
     timeout_s: float,
     stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> Answer:
     """Run a program to its end.
 
@@ -44,7 +45,7 @@ def run(
     """
     try:
         done = subprocess.run(
-            argv, input=stdin, capture_output=True, timeout=timeout_s, env=env, check=False
+            argv, input=stdin, capture_output=True, timeout=timeout_s, env=env, cwd=cwd, check=False
         )
     except subprocess.TimeoutExpired as err:
         raise CommandTimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from err

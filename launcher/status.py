@@ -3,39 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from launcher.jobs import effective
 from launcher.lock import lock_holder
-from launcher.registry import RunRecord, read_plan, read_record
+from launcher.registry import read_plan, read_record
 from trainer.spec.errors import StorageError, VitraError
 from trainer.spec.outcome import Outcome, RankReport, RunState, Verdict
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
 
+if TYPE_CHECKING:
+    from launcher.slurm import Job, PastLife
+
 #: The states that a run leaves only when a person resumes it.
 FINAL_STATES = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
 
 
-def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, Any]:
-    """The facts of `vitra status --json`.
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands; `reason` is a sentence for people, "" where its attempts tell more.
 
-    A run is `running` or `requeued` only while its supervisor lives (it holds the run's lock); an
-    attempt that nobody lived to judge reads as node_failure, and the run as unknown until resumed.
+    `alive`: something of it runs, or will run by itself: a supervisor here, or a job in the queue.
+    `job` is that job; `job_id` may also name one that is gone, and `gone` is then what Slurm knows
+    of its end. `known` is False where the scheduler could not be asked.
+    """
+
+    state: RunState
+    reason: str
+    alive: bool
+    job_id: str | None = None
+    job: Job | None = None
+    gone: Job | PastLife | None = None
+    known: bool = True
+
+
+def local_standing(run_dir: RunDir, *, supervised: bool | None = None) -> Standing:
+    """Where a run of this machine stands.
+
+    It is `running` or `requeued` only while its supervisor lives (it holds the run's lock).
 
     `supervised` says whether a supervisor lives, for a caller that holds the lock itself.
+    """
+    # The lock first: a supervisor records how the run ended before it lets go of it.
+    alive = lock_holder(run_dir.lock) is not None if supervised is None else supervised
+    cancelled = run_dir.cancel.exists()
+    events = effective(read_lines(run_dir.events))
+    state = run_state(events, alive=alive, cancelled=cancelled)
+    return Standing(state, _reason(state, events, alive=alive), alive)
+
+
+def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any]:
+    """The facts of `vitra status --json`; None: where a run of this machine stands is found out.
+
+    An attempt that nobody lived to judge reads as node_failure.
 
     Raises:
         NotFound: no such run. StorageError: its record is damaged.
     """
     record = read_record(run_dir)
+    stands = stands or local_standing(run_dir)
     plan = _plan(run_dir)
     events = list(read_lines(run_dir.events))
-    alive = lock_holder(run_dir.lock) is not None if supervised is None else supervised
-    state = run_state(record, events, alive=alive, cancelled=run_dir.cancel.exists())
+    numbers = run_dir.attempt_numbers()
+    running = stands.state is RunState.RUNNING or not stands.known
     attempts = [
-        _attempt(run_dir, number, events, alive=alive) for number in run_dir.attempt_numbers()
+        _attempt(run_dir, number, events, running=running and number == numbers[-1])
+        for number in numbers
     ]
     steps = [a["last_step"] for a in attempts if a["last_step"] is not None]
     newest = attempts[-1] if attempts else None
@@ -46,9 +83,10 @@ def run_status(run_dir: RunDir, *, supervised: bool | None = None) -> dict[str, 
         "run_id": record.run_id,
         "run_dir": str(run_dir.path),
         "name": record.name,
-        "state": state.value,
-        "reason": _reason(state, events, attempts, alive=alive),
-        "job_id": None,
+        "state": stands.state.value,
+        "reason": stands.reason or _reason_of_attempts(attempts),
+        "job_id": stands.job_id,
+        "job_state": stands.job.state if stands.job else None,
         "attempt": newest["attempt"] if newest else 0,
         "step": step if step is not None else max(steps, default=0),
         "total_steps": plan.total_steps if plan else None,
@@ -91,7 +129,7 @@ def _plan(run_dir: RunDir) -> Plan | None:
 
 
 def _attempt(
-    run_dir: RunDir, number: int, events: list[dict[str, Any]], *, alive: bool
+    run_dir: RunDir, number: int, events: list[dict[str, Any]], *, running: bool
 ) -> dict[str, Any]:
     files = run_dir.attempt(number)
     try:
@@ -102,14 +140,13 @@ def _attempt(
         return outcome.model_dump(mode="json")
     first, last = finished_steps(run_dir, number, {})
     started = [e for e in events if e.get("event") == "attempt" and e.get("attempt") == number]
-    running = alive and number == run_dir.attempt_numbers()[-1]
     return {
         "attempt": number,
         "verdict": None if running else Verdict.NODE_FAILURE.value,
-        "reason": "running"
+        "reason": "not judged yet"
         if running
         else "its supervisor is gone, and nobody has judged the attempt yet",
-        "job_id": None,
+        "job_id": started[-1].get("job_id") if started else None,
         "exit_code": None,
         "failed_rank": None,
         "failed_node": None,
@@ -120,10 +157,8 @@ def _attempt(
     }
 
 
-def run_state(
-    record: RunRecord, events: Sequence[Mapping[str, Any]], *, alive: bool, cancelled: bool
-) -> RunState:
-    """Where a run stands, from its events, in order.
+def run_state(events: Sequence[Mapping[str, Any]], *, alive: bool, cancelled: bool) -> RunState:
+    """Where a run of this machine stands, from its events, in order.
 
     `alive`: a supervisor holds the run's lock. `cancelled`: the run's cancel marker is there; with
     no supervisor left to act on it, it says how the run ended.
@@ -140,23 +175,7 @@ def run_state(
                 return RunState.RUNNING if alive else RunState.UNKNOWN
             case _:
                 pass
-    if alive:
-        return RunState.RUNNING
-    return RunState.UNKNOWN if record.scheduler == "local" else RunState.QUEUED
-
-
-def is_over(run_dir: RunDir) -> bool:
-    """Whether a run is in a final state, and nobody is about to take it up again.
-
-    Raises:
-        NotFound: no such run. StorageError: its record is damaged.
-    """
-    # The lock first: a supervisor records how the run ended before it lets go of it.
-    alive = lock_holder(run_dir.lock) is not None
-    cancelled = run_dir.cancel.exists()
-    events = list(read_lines(run_dir.events))
-    state = run_state(read_record(run_dir), events, alive=alive, cancelled=cancelled)
-    return not alive and state in FINAL_STATES
+    return RunState.RUNNING if alive else RunState.UNKNOWN
 
 
 def is_finished(events: Sequence[Mapping[str, Any]]) -> bool:
@@ -172,15 +191,17 @@ def is_finished(events: Sequence[Mapping[str, Any]]) -> bool:
     return False
 
 
-def _reason(
-    state: RunState, events: list[dict[str, Any]], attempts: list[dict[str, Any]], *, alive: bool
-) -> str:
+def _reason(state: RunState, events: Sequence[Mapping[str, Any]], *, alive: bool) -> str:
     if is_finished(events):
         return next(str(e["reason"]) for e in reversed(events) if e.get("event") == "finished")
     if alive:
         return "its supervisor is alive"
     if state is RunState.CANCELLED:
         return "cancelled; nobody was left to save a checkpoint first"
+    return ""
+
+
+def _reason_of_attempts(attempts: list[dict[str, Any]]) -> str:
     return attempts[-1]["reason"] if attempts else "submitted, and nothing has run yet"
 
 

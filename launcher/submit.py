@@ -6,8 +6,8 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -117,14 +117,34 @@ def submit_local(
         VitraError: it is refused, and nothing is left behind.
     """
     refuse_later_parts(draft_.plan)
+    with new_run(draft_, now) as run:
+        fill(run.dir, draft_, scheduler="local", environ=environ, say=say)
+    return run.dir
+
+
+@dataclass
+class NewRun:
+    """A run directory in the making. What goes wrong removes it, unless `kept`."""
+
+    dir: RunDir
+    kept: bool = False
+
+
+@contextmanager
+def new_run(draft_: Draft, now: datetime) -> Generator[NewRun]:
+    """A new, empty run directory; removed again where the block inside raises.
+
+    Raises:
+        StorageError: it cannot be made, or an OSError in the block.
+    """
     made = _make_root(draft_.run_root)
-    run_dir: RunDir | None = None
+    run: NewRun | None = None
     try:
-        run_dir = _new_directory(draft_, now)
-        _fill(run_dir, draft_, scheduler="local", environ=environ, say=say)
+        run = NewRun(_new_directory(draft_, now))
+        yield run
     except BaseException as err:
-        if run_dir is not None:
-            shutil.rmtree(run_dir.path, ignore_errors=True)
+        if run is not None and not run.kept:
+            shutil.rmtree(run.dir.path, ignore_errors=True)
         _remove_empty(made)
         if isinstance(err, OSError):
             raise errors.StorageError(
@@ -132,10 +152,9 @@ def submit_local(
                 "mend that, or name another with --run-root, run_root or $VITRA_RUN_ROOT",
             ) from err
         raise
-    return run_dir
 
 
-def _fill(
+def fill(
     run_dir: RunDir,
     draft_: Draft,
     *,
@@ -143,7 +162,11 @@ def _fill(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """Write a new run directory; what takes long or is likely to be refused comes first."""
+    """Write a new run directory; what takes long or is likely to be refused comes first.
+
+    Raises:
+        VitraError: the run is refused. OSError: something cannot be written.
+    """
     loaded = draft_.loaded
     planned = _plan_in(loaded, draft_.run_root, run_dir.path.name)
     store = _store_of(planned)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from launcher.slurm_env import is_step_task, rank_variables
 from trainer.spec.rundir import RunDir, write_atomic
 
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +34,9 @@ def main(arguments: list[str]) -> int:
         return 2
     _die_with_parent()
     run_dir = arguments[0]
+    if is_step_task(os.environ):
+        os.environ |= rank_variables(os.environ)
+        _log_to_own_file(RunDir(Path(run_dir)))
     forward = _Forwarder()
     # The trainer inherits the mask and lifts it when it has its handlers: a stop that reaches it
     # earlier waits for that, where it would kill an interpreter that is just starting.
@@ -73,6 +77,15 @@ class _Forwarder:
             self._held.append(number)
         else:
             self._child.send_signal(number)
+
+
+def _log_to_own_file(run_dir: RunDir) -> None:
+    """As a step's task: print to the rank's log, not through srun, whose pipe may be cut."""
+    log = run_dir.attempt(int(os.environ["VITRA_ATTEMPT"])).log(int(os.environ["RANK"]))
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
 
 
 def _record(run_dir: RunDir, code: int) -> None:

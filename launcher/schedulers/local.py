@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from launcher import shell
 from launcher.environment import rank_environment, with_own_code
+from launcher.schedulers.base import Interruption
+from launcher.schedulers.ports import free_port
 from trainer.spec.errors import SchedulerUnavailable
-from trainer.spec.outcome import RankExit
+from trainer.spec.outcome import RankExit, Verdict
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir
 from trainer.spec.snapshot import Snapshot
 
 _ADDRESS = "127.0.0.1"
-#: Below the range from which the kernel gives ports to outgoing connections.
-_PORTS = range(20000, 32000)
 _REAP_S = 10.0
 
 
@@ -127,18 +125,31 @@ class LocalRanks:
             )
 
 
-def free_port() -> int:
-    """A port that nothing listens on at the moment.
+class Terminal:
+    """What a local supervisor lives in: a person stops it, and nobody else does."""
 
-    Raises:
-        SchedulerUnavailable: none was found in a hundred tries.
-    """
-    for port in random.sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                # On every interface, as the ranks' rendezvous will listen.
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise SchedulerUnavailable(f"no free port between {_PORTS.start} and {_PORTS.stop}")
+    insists = True
+
+    @property
+    def signals(self) -> Sequence[int]:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        # The terminal has gone, as when a connection drops; nohup asks for that to be ignored.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        return numbers
+
+    def heed(self, number: int) -> Interruption:
+        return Interruption(Verdict.CANCELLED, f"stopped by {signal.Signals(number).name}")
+
+    def look(self) -> None:
+        return None
+
+    def why_ended(self, lost: Sequence[int], signals: Callable[[], Sequence[int]]) -> None:
+        del lost, signals
+
+    def start_again(self, verdict: Verdict, interruption: Interruption | None) -> bool:
+        del verdict, interruption
+        return True
+
+    def stay_away(self) -> None:
+        """Nothing was arranged."""

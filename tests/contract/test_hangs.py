@@ -15,7 +15,7 @@ from launcher.hang import Limits
 from launcher.job import Ending, Supervisor
 from launcher.lock import RunLock
 from launcher.progress import follow
-from launcher.schedulers.local import LocalLauncher
+from launcher.schedulers.local import LocalLauncher, Terminal
 from launcher.submit import draft, submit_local
 from tests.conftest import Vitra, tiny_spec, wait_until
 from tests.contract.live import LiveRun
@@ -210,7 +210,7 @@ def supervised(
     )
     with RunLock(run_dir.lock):
         supervisor = Supervisor(
-            run_dir, launcher(environ, directory), follow(run_dir), limits=limits
+            run_dir, launcher(environ, directory), follow(run_dir), Terminal(), limits=limits
         )
         return run_dir, supervisor.run()
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from launcher.environment import rank_environment
 from launcher.planner import plan
-from launcher.schedulers.local import free_port
+from launcher.schedulers.ports import free_port
 from trainer.checkpoint.codec import (
     index_file,
     load_tensors,

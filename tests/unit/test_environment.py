@@ -10,7 +10,7 @@ import pytest
 from launcher import shell
 from launcher.environment import component_environment, rank_environment, without_stale
 from launcher.planner import plan
-from launcher.schedulers.local import free_port
+from launcher.schedulers.ports import free_port
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import LAUNCH_VARIABLES
 from trainer.spec.run import RunSpec
@@ -91,7 +91,7 @@ def test_free_port_is_one_that_nothing_listens_on(monkeypatch: pytest.MonkeyPatc
         free.bind(("127.0.0.1", 0))
         candidates = [taken.getsockname()[1], free.getsockname()[1]]
         free.close()
-        monkeypatch.setattr("random.sample", lambda *_: candidates)
+        monkeypatch.setattr("random.Random.sample", lambda *_: candidates)
         assert free_port() == candidates[1]
 
 

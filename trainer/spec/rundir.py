@@ -65,6 +65,16 @@ class RunDir:
         return self.path / "supervisor.lock"
 
     @property
+    def submit_lock(self) -> Path:
+        """Held (flock) by who is about to submit the run to Slurm; never removed."""
+        return self.path / "submit.lock"
+
+    @property
+    def jobs(self) -> Path:
+        """Which job each submission became (`launcher.jobs`)."""
+        return self.path / "jobs"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

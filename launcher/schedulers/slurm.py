@@ -1,0 +1,208 @@
+"""The ranks of an attempt as a job step: srun, within the job that the supervisor runs in."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from launcher import shell
+from launcher.environment import rank_environment, with_own_code
+from launcher.request import gpu_options
+from launcher.schedulers.ports import free_port
+from launcher.slurm import Slurm
+from launcher.slurm_env import BatchJob
+from trainer.spec.errors import SchedulerError, SchedulerUnavailable
+from trainer.spec.outcome import RankExit
+from trainer.spec.plan import Plan
+from trainer.spec.rundir import AttemptDir, RunDir
+from trainer.spec.snapshot import Snapshot
+
+#: How long the end of a step that was killed may take; on a node that is gone, it takes for ever.
+_KILL_S = 10.0
+#: How long the record of a rank that has ended may take to be seen through a shared file system.
+_SEEN_WITHIN_S = 3.0
+_EXIT_FILE = re.compile(r"rank_(\d+)\.exit")
+
+
+class SlurmLauncher:
+    """Starts the ranks by srun: every attempt is a step of its own.
+
+    Args:
+        slurm: the commands.
+        job: the job that this process runs in.
+        environ: the surrounding environment.
+        working_dir: where the ranks run; the run directory where it is gone.
+    """
+
+    def __init__(
+        self, slurm: Slurm, job: BatchJob, environ: Mapping[str, str], working_dir: Path
+    ) -> None:
+        self._slurm = slurm
+        self._job = job
+        self._environ = environ
+        self._working_dir = working_dir
+
+    @property
+    def address(self) -> str:
+        return os.uname().nodename
+
+    def start(
+        self, run_dir: RunDir, plan: Plan, attempt: int, more: Mapping[str, str]
+    ) -> SlurmRanks:
+        """Raises SchedulerUnavailable: the job has fewer nodes than planned, or no srun."""
+        hosts = self._hosts()
+        if len(hosts) < plan.nodes:
+            raise SchedulerUnavailable(f"the job has {len(hosts)} nodes, the plan {plan.nodes}")
+        # Nodes beyond the plan stay idle. Rank 0 runs on the first.
+        hosts = hosts[: plan.nodes]
+        own = {
+            "LOCAL_WORLD_SIZE": str(plan.tasks_per_node),
+            "MASTER_ADDR": hosts[0],
+            # An orphan of an older attempt may still listen, so each attempt has its own ports.
+            "MASTER_PORT": str(free_port(random.Random(f"{plan.run_id}/{attempt}"))),
+        }
+        env = with_own_code(
+            {**rank_environment(self._environ, plan, run_dir, attempt), **more, **own},
+            run_dir,
+            Snapshot.read(run_dir),
+        )
+        working_dir = self._working_dir if self._working_dir.is_dir() else run_dir.path
+        files = run_dir.attempt(attempt)
+        process = shell.start(
+            self._command(run_dir, plan, hosts, working_dir),
+            log=files.logs / "srun.log",
+            env=env,
+            cwd=run_dir.path,
+        )
+        return SlurmRanks(self._slurm, self._job.job_id, process, files, plan, hosts)
+
+    def _command(
+        self, run_dir: RunDir, plan: Plan, hosts: Sequence[str], working_dir: Path
+    ) -> list[str]:
+        resources = plan.spec.resources
+        return [
+            "srun",
+            f"--jobid={self._job.job_id}",
+            # Explicit, all of it: srun inherits some of the job's options, some not, by version.
+            f"--nodes={plan.nodes}",
+            f"--ntasks={plan.world_size}",
+            f"--ntasks-per-node={plan.tasks_per_node}",
+            "--distribution=block",
+            f"--nodelist={','.join(hosts)}",
+            f"--cpus-per-task={resources.cpus_per_task or 1}",
+            "--mem=0",
+            *(f"--{name}={value}" for name, value in gpu_options(resources)),
+            "--kill-on-bad-exit=1",
+            "--mpi=none",
+            "--input=none",
+            f"--chdir={working_dir}",
+            *(sys.executable, "-P", "-m", "launcher.task", str(run_dir.path)),
+        ]
+
+    def _hosts(self) -> list[str]:
+        return self._slurm.host_names(self._job.nodes)
+
+
+class SlurmRanks:
+    """The tasks of one step.
+
+    What srun returns is no evidence: with one rank failed it gives another's code. Each task leaves
+    a record of its rank's end; a rank without one when srun has ended is lost.
+    """
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        job_id: str,
+        process: shell.Process,
+        files: AttemptDir,
+        plan: Plan,
+        hosts: Sequence[str],
+    ) -> None:
+        self._slurm = slurm
+        self._job_id = job_id
+        self._process = process
+        self._files = files
+        self._plan = plan
+        self._hosts = hosts
+        self._ended: dict[int, RankExit] = {}
+        self._gone_at: float | None = None
+
+    def poll(self) -> dict[int, RankExit]:
+        if self._gone_at is None and self._process.poll() is not None:
+            self._gone_at = time.monotonic()
+        self._read_exits()
+        missing = self._plan.world_size - len(self._ended)
+        gone_s = 0.0 if self._gone_at is None else time.monotonic() - self._gone_at
+        if missing and gone_s > _SEEN_WITHIN_S:
+            self._count_lost()
+        return dict(self._ended)
+
+    def ask_to_stop(self) -> None:
+        # srun passes this one on. On TERM it would have the ranks killed.
+        self._signal_srun(signal.SIGUSR2)
+
+    def ask_for_stacks(self) -> None:
+        # srun would take this signal for itself.
+        self._signal_steps("QUIT")
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._signal_steps("KILL")
+            try:
+                self._process.wait(_KILL_S)
+            except subprocess.TimeoutExpired:
+                # A node is gone, or Slurm cannot be asked: the step is left to Slurm.
+                self._signal_srun(signal.SIGKILL)
+                self._process.wait(_KILL_S)
+        self._gone_at = self._gone_at or time.monotonic()
+        deadline = time.monotonic() + 2 * _SEEN_WITHIN_S
+        while len(self.poll()) < self._plan.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _signal_srun(self, number: int) -> None:
+        # Not reaped yet, so the pid is still its own.
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _signal_steps(self, name: str) -> None:
+        try:
+            for step in self._slurm.steps(self._job_id):
+                self._slurm.signal_step(step, name)
+        except SchedulerError as err:
+            (self._files.logs / "srun.log").open("a").write(f"vitra: {err}\n")
+
+    def _read_exits(self) -> None:
+        try:
+            paths = list(self._files.path.iterdir())
+        except OSError:
+            return
+        for path in paths:
+            found = _EXIT_FILE.fullmatch(path.name)
+            if found is None or int(found[1]) in self._ended:
+                continue
+            try:
+                end = RankExit.model_validate_json(path.read_bytes())
+            except (OSError, ValidationError):
+                continue
+            self._ended[end.rank] = end
+
+    def _count_lost(self) -> None:
+        for rank in range(self._plan.world_size):
+            if rank not in self._ended:
+                self._ended[rank] = RankExit(
+                    rank=rank,
+                    node=self._hosts[rank // self._plan.tasks_per_node],
+                    signal=signal.SIGKILL,
+                    ended_at=time.time(),
+                    is_lost=True,
+                )

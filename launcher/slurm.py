@@ -1,0 +1,462 @@
+"""What Slurm says and does: each command of it that vitra uses, with a time-out and a typed answer.
+
+`scontrol` and `squeue` ask the controller and are believed. `sacct` asks the accounting, which lags
+behind and may not exist: only for what the controller has forgotten, and for the cause of an end.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from launcher import shell
+from launcher.environment import without_stale
+from trainer.spec.errors import SchedulerRejected, SchedulerUnavailable
+
+#: For the controller; a healthy one answers within milliseconds, a busy one within seconds.
+ANSWER_S = 20.0
+#: For the accounting, which nothing that cannot wait may depend on.
+HISTORY_S = 10.0
+
+_NO_SUCH_JOB = "Invalid job id specified"
+#: What Slurm's commands say when it is not the request that is at fault.
+_OUT_OF_REACH = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Connection refused",
+    "Connection timed out",
+    "Unexpected message received",
+    "Slurm backup controller in standby mode",
+    "try again",
+    "temporarily unable",
+    "Protocol authentication error",
+)
+#: Variables that change what squeue and its like show.
+_TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:]*)=")
+_TRIES = 4
+
+#: States of a job that is in the queue or on its nodes; every other is an end.
+LIVE_STATES = frozenset(
+    (
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "COMPLETING",
+        "SUSPENDED",
+        "STOPPED",
+        "RESIZING",
+        "SIGNALING",
+        "STAGE_OUT",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the controller sees it now.
+
+    `restarts` counts its requeues; `end_time` is when its time limit, or a preemption's grace, ends
+    it, `start_time` when it started or may start. Times are the controller's local time; None where
+    it gives none. `reason` is why it waits, None where there is no reason.
+    """
+
+    job_id: str
+    state: str
+    name: str = ""
+    reason: str | None = None
+    comment: str = ""
+    submit_time: datetime | None = None
+    restarts: int = 0
+    requeue: bool = True
+    start_time: datetime | None = None
+    end_time: datetime | None = None
+    preempt_time: datetime | None = None
+    nodes: str = ""
+    batch_host: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in LIVE_STATES
+
+    @property
+    def is_waiting(self) -> bool:
+        """In the queue, and on no node."""
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+
+
+@dataclass(frozen=True)
+class PastLife:
+    """One row of the accounting: a life of a job, from a start to its end or requeue.
+
+    `state` is Slurm's word without what follows it, `by` the uid that cancelled it.
+    """
+
+    job_id: str
+    state: str
+    by: str | None
+    exit_code: str
+    submitted_at: str
+    ended_at: str
+    name: str
+    nodes: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition as `scontrol show partition` has it; None means that there is no limit."""
+
+    name: str
+    state: str
+    max_time: timedelta | None
+    max_nodes: int | None
+    total_nodes: int
+    grace_time_s: int
+    preempt_mode: str
+    nodes: str
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of one make in a partition."""
+
+    count: int
+    cpus: int
+    memory_mb: int
+    gpus: Mapping[str, int]
+
+
+class Slurm:
+    """Slurm's commands, run with nothing of the surrounding shell's Slurm variables but SLURM_CONF.
+
+    Every method raises SchedulerUnavailable when there is no answer, and SchedulerRejected when the
+    answer is no.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._job_environ = without_stale(environ)
+        own = {n: v for n, v in self._job_environ.items() if not n.startswith(_TASTES)}
+        self._environ = {**own, "LC_ALL": "C"}
+
+    @property
+    def job_environ(self) -> Mapping[str, str]:
+        """What a job inherits from the shell that submits it."""
+        return self._job_environ
+
+    def job(self, job_id: str) -> Job | None:
+        """The job; None once the controller has forgotten it."""
+        try:
+            text = self._ask("scontrol", "-o", "show", "job", job_id)
+        except SchedulerRejected as err:
+            if _NO_SUCH_JOB in err.message:
+                return None
+            raise
+        found = [_job(fields(line)) for line in text.splitlines() if line.strip()]
+        return next((job for job in found if job.job_id == job_id), None)
+
+    def jobs(self, *users: int) -> list[Job]:
+        """All jobs of these users, by uid, that the controller still knows, ended ones too."""
+        columns = "%i|%T|%S|%N|%r|%V|%j|%k"
+        who = ",".join(map(str, users))
+        # -a: also those in partitions that are hidden.
+        argv = ("squeue", "-a", "-h", "-u", who, "-t", "all", "-o", columns)
+        return queued_jobs(self._ask(*argv, empty_is_fine=True))
+
+    def history(self, *job_ids: str) -> list[PastLife]:
+        """The lives of jobs, oldest first; empty where the accounting knows nothing of them.
+
+        A number may have been used by another job before: see `name` and `submitted_at`.
+        """
+        columns = "JobID,State,ExitCode,Submit,End,NodeList,JobName"
+        text = self._ask(
+            *("sacct", "-D", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", columns),
+            timeout_s=HISTORY_S,
+            empty_is_fine=True,
+        )
+        return [life for life in past_lives(text) if life.job_id in job_ids]
+
+    def test(self, script: bytes) -> str:
+        """What `sbatch --test-only` says of a batch script: when and where it could start.
+
+        Raises:
+            SchedulerRejected: it never could, or not as things are.
+        """
+        # It answers on standard error.
+        return self._answer("sbatch", "--test-only", stdin=script).stderr.strip()
+
+    def submit(self, script: Path, *options: str) -> str:
+        """Submit a batch script with further options; returns the job's id."""
+        answer = self._ask("sbatch", "--parsable", *options, str(script))
+        return answer.strip().partition(";")[0]
+
+    def requeue(self, job_id: str) -> None:
+        self._ask("scontrol", "requeue", job_id, empty_is_fine=True)
+
+    def allow_requeue(self, job_id: str) -> None:
+        """Lift --no-requeue, or a site's JobRequeue=0, from one job."""
+        self._ask("scontrol", "update", f"JobId={job_id}", "Requeue=1", empty_is_fine=True)
+
+    def cancel(self, job_id: str, *, waiting_only: bool = False) -> None:
+        """Cancel a job; nothing where it has gone already, or runs and is only to go if it waits"""
+        only = ("--state=PENDING",) if waiting_only else ()
+        try:
+            self._ask("scancel", *only, job_id, empty_is_fine=True)
+        except SchedulerRejected as err:
+            if _NO_SUCH_JOB not in err.message:
+                raise
+
+    def steps(self, job_id: str) -> list[str]:
+        """The job's steps that were started by srun, as JOB.STEP."""
+        text = self._ask("squeue", "-h", "-s", "-j", job_id, "-o", "%i", empty_is_fine=True)
+        found = [line.strip() for line in text.splitlines()]
+        return [step for step in found if step.rpartition(".")[2].isdigit()]
+
+    def signal_step(self, step: str, name: str) -> None:
+        """Send a signal to every task of a step; nothing where it has ended."""
+        try:
+            self._ask("scancel", f"--signal={name}", step, empty_is_fine=True)
+        except SchedulerRejected as err:
+            if "Invalid job" not in err.message and "already" not in err.message:
+                raise
+
+    def host_names(self, node_list: str) -> list[str]:
+        """The nodes that a list such as node[1-3,7] stands for, in its order."""
+        return self._ask("scontrol", "show", "hostnames", node_list).split()
+
+    def unusable(self, nodes: Sequence[str]) -> list[str]:
+        """Those of the nodes that are down or do not answer (Slurm marks these with a star)."""
+        text = self._ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T")
+        found: dict[str, str] = {}
+        for line in text.splitlines():
+            name, _, state = line.strip().partition("|")
+            found[name] = state.lower()
+        return [
+            name
+            for name in nodes
+            if found.get(name, "").endswith("*") or found.get(name, "").startswith(("down", "fail"))
+        ]
+
+    def slurmd_timeout_s(self) -> float:
+        """After how many seconds without an answer a node is down."""
+        for line in self._ask("scontrol", "show", "config").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "SlurmdTimeout":
+                return float(_number(value.strip()))
+        return 300.0
+
+    def out_of_service(self, partition: str) -> list[str]:
+        """The nodes of a partition that take no jobs at the moment: down, drained, reserved."""
+        text = self._ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T")
+        lines = [line.strip().partition("|") for line in text.splitlines()]
+        return [
+            name
+            for name, _, state in lines
+            if not re.fullmatch(r"(idle|mix|alloc|compl)\w*", state)
+        ]
+
+    def partitions(self) -> dict[str, Partition]:
+        text = self._ask("scontrol", "-a", "-o", "show", "partition")
+        found = [_partition(fields(line)) for line in text.splitlines() if line.strip()]
+        return {partition.name: partition for partition in found}
+
+    def default_partition(self) -> str | None:
+        text = self._ask("scontrol", "-a", "-o", "show", "partition")
+        for line in text.splitlines():
+            facts = fields(line)
+            if facts.get("Default") == "YES":
+                return facts["PartitionName"]
+        return None
+
+    def node_kinds(self, partition: str) -> list[NodeKind]:
+        # -e: nodes that differ in anything are not taken together.
+        text = self._ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
+        kinds: list[NodeKind] = []
+        for line in text.splitlines():
+            words = line.strip().split("|", 3)
+            if len(words) == 4:
+                count, cpus, memory, gres = words
+                kinds.append(NodeKind(int(count), _number(cpus), _number(memory), _gpus(gres)))
+        return kinds
+
+    def _ask(self, *argv: str, timeout_s: float = ANSWER_S, empty_is_fine: bool = False) -> str:
+        """One command's standard output."""
+        for attempt in range(_TRIES):
+            text = self._answer(*argv, timeout_s=timeout_s).stdout.decode(errors="replace")
+            if text.strip() or empty_is_fine:
+                return text
+            # Under load scontrol has been seen to print nothing and call it success.
+            time.sleep(0.05 * 2**attempt)
+        raise SchedulerUnavailable(f"{argv[0]} {argv[1]} answered with nothing")
+
+    def _answer(self, *argv: str, stdin: bytes = b"", timeout_s: float = ANSWER_S) -> shell.Answer:
+        try:
+            answer = shell.run(argv, timeout_s=timeout_s, stdin=stdin, env=self._environ)
+        except shell.CommandTimedOut as err:
+            raise SchedulerUnavailable(err.message) from err
+        except OSError as err:
+            raise no_such_command(argv[0], err) from err
+        if answer.returncode:
+            raise refusal(argv[0], answer.stderr)
+        return answer
+
+
+def no_such_command(program: str, err: OSError) -> SchedulerUnavailable:
+    """The error where a command of Slurm's cannot be run."""
+    return SchedulerUnavailable(
+        f"{program} cannot be run: {err.strerror}",
+        "submit from a machine that has Slurm's commands, or add --local (--dry-run shows the "
+        "batch script)",
+    )
+
+
+def queued_jobs(text: str) -> list[Job]:
+    """The jobs that `Slurm.jobs` has asked squeue for."""
+    jobs: list[Job] = []
+    for line in text.splitlines():
+        # The last column is free text.
+        words = [word.strip() for word in line.split("|", 7)]
+        if len(words) == 8:
+            job_id, state, start, nodes, reason, submitted, name, comment = words
+            jobs.append(
+                Job(
+                    job_id=job_id,
+                    state=state,
+                    name=name,
+                    reason=_or_none(reason),
+                    comment=_or_none(comment) or "",
+                    submit_time=_moment(submitted),
+                    start_time=_moment(start),
+                    nodes=_or_none(nodes) or "",
+                )
+            )
+    return jobs
+
+
+def past_lives(text: str) -> list[PastLife]:
+    """The rows that `Slurm.history` has asked sacct for."""
+    lives: list[PastLife] = []
+    for line in text.splitlines():
+        words = line.split("|", 6)
+        if len(words) == 7:
+            state, _, by = words[1].partition(" by ")
+            lives.append(
+                PastLife(
+                    job_id=words[0],
+                    state=state,
+                    by=by or None,
+                    exit_code=words[2],
+                    submitted_at=words[3],
+                    ended_at=words[4],
+                    nodes=words[5],
+                    name=words[6],
+                )
+            )
+    return lives
+
+
+def refusal(program: str, stderr: str) -> SchedulerUnavailable | SchedulerRejected:
+    """The error that a command's complaint stands for."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    said = "; ".join(line.removeprefix(f"{program}: ").removeprefix("error: ") for line in lines)
+    kind = SchedulerUnavailable if is_out_of_reach(stderr) else SchedulerRejected
+    return kind(f"{program}: {said or 'failed without a word'}")
+
+
+def is_out_of_reach(stderr: str) -> bool:
+    """Whether a command failed because the controller or the accounting could not be asked."""
+    return any(words.lower() in stderr.lower() for words in _OUT_OF_REACH)
+
+
+def fields(line: str) -> dict[str, str]:
+    """What a line of `scontrol -o` says: NAME=VALUE, where a value may hold spaces."""
+    found = list(_FIELD.finditer(line))
+    ends = [*(match.start() for match in found[1:]), len(line)]
+    facts: dict[str, str] = {}
+    for match, end in zip(found, ends, strict=True):
+        # The first one counts: what follows may be a user's text that looks like a field.
+        facts.setdefault(match[1], line[match.end() : end].strip())
+    return facts
+
+
+def limit(text: str) -> timedelta | None:
+    """A time limit in Slurm's form, [days-]hours:minutes:seconds; None for no limit."""
+    days, dash, rest = text.partition("-")
+    if not dash:
+        days, rest = "0", text
+    numbers = rest.split(":")
+    if not days.isdigit() or not all(number.isdigit() for number in numbers):
+        return None
+    if dash:
+        numbers += ["0"] * (3 - len(numbers))
+    hours, minutes, seconds = [0] * (3 - len(numbers)) + [int(number) for number in numbers]
+    return timedelta(days=int(days), hours=hours, minutes=minutes, seconds=seconds)
+
+
+def _job(facts: Mapping[str, str]) -> Job:
+    return Job(
+        job_id=facts.get("JobId", ""),
+        state=facts.get("JobState", ""),
+        name=facts.get("JobName", ""),
+        submit_time=_moment(facts.get("SubmitTime", "")),
+        reason=_or_none(facts.get("Reason", "")),
+        comment=_or_none(facts.get("Comment", "")) or "",
+        restarts=_number(facts.get("Restarts", "0")),
+        requeue=facts.get("Requeue", "1") != "0",
+        start_time=_moment(facts.get("StartTime", "")),
+        end_time=_moment(facts.get("EndTime", "")),
+        preempt_time=_moment(facts.get("PreemptTime", "")),
+        nodes=_or_none(facts.get("NodeList", "")) or "",
+        batch_host=_or_none(facts.get("BatchHost", "")) or "",
+    )
+
+
+def _partition(facts: Mapping[str, str]) -> Partition:
+    most = facts.get("MaxNodes", "UNLIMITED")
+    return Partition(
+        name=facts.get("PartitionName", ""),
+        state=facts.get("State", ""),
+        max_time=limit(facts.get("MaxTime", "UNLIMITED")),
+        max_nodes=int(most) if most.isdigit() else None,
+        total_nodes=_number(facts.get("TotalNodes", "0")),
+        grace_time_s=_number(facts.get("GraceTime", "0")),
+        preempt_mode=facts.get("PreemptMode", ""),
+        nodes=facts.get("Nodes", ""),
+    )
+
+
+def _gpus(gres: str) -> dict[str, int]:
+    """GPUs of a node by type, "" where it has none; from such as gpu:a100:8(S:0-1),shard:16."""
+    found: dict[str, int] = {}
+    for one in re.sub(r"\([^)]*\)", "", gres).split(","):
+        parts = one.split(":")
+        if parts[0] == "gpu" and parts[-1].isdigit():
+            kind = parts[1] if len(parts) == 3 else ""
+            found[kind] = found.get(kind, 0) + int(parts[-1])
+    return found
+
+
+def _number(text: str) -> int:
+    """The number that a text begins with, as in "64+"."""
+    digits = re.match(r"\d+", text)
+    return int(digits[0]) if digits else 0
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _or_none(text: str) -> str | None:
+    return None if text in ("", "(null)", "None", "N/A", "n/a", "Unknown") else text
