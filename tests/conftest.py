@@ -24,10 +24,13 @@ PATIENCE_S = 150.0
 
 _SERVER = "vitra_server.py"
 
-# A shell starts what it runs in the background with interrupts ignored, and a command inherits
-# that; the tests are about commands in the foreground, wherever they themselves run.
+# A shell starts what it runs in the background with interrupts ignored, nohup what it runs with
+# hang-ups ignored, and commands inherit that; the tests are about commands in the foreground of a
+# terminal, wherever they themselves run.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _TINY: dict[str, Any] = {
     "name": "tiny",
