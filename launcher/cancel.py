@@ -113,13 +113,13 @@ def _cancel_on_slurm(
 
 def _record(run_dir: RunDir, stands: Standing) -> None:
     """Note that the run is cancelled, since nobody else is left to do so."""
-    with suppress(UsageError), RunLock(run_dir.submit_lock, "cancelled"):
+    with suppress(UsageError), RunLock(run_dir.lock):
         if not is_finished(effective(read_lines(run_dir.events))):
             record_end(run_dir, RunState.CANCELLED, Verdict.CANCELLED, stands.reason)
 
 
 def record_end(run_dir: RunDir, state: RunState, verdict: Verdict, reason: str) -> None:
-    """Note how a run has ended that has no supervisor. The caller holds submit_lock."""
+    """Note how a run has ended that has no supervisor. The caller holds the run's lock."""
     close_unjudged(run_dir)
     append_event(run_dir, "finished", state=state, verdict=verdict, reason=reason)
 

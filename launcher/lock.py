@@ -34,15 +34,12 @@ class Holder:
 class RunLock:
     """Held inside a `with` block, or until this process ends.
 
-    `doing` says what its holder does with the run, for people whom it keeps out.
-
     Raises:
         UsageError: another process holds it. StorageError: the file cannot be locked.
     """
 
-    def __init__(self, path: Path, doing: str = "supervised") -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._doing = doing
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
@@ -56,7 +53,7 @@ class RunLock:
             os.close(descriptor)
             if err.errno in (errno.EAGAIN, errno.EACCES):
                 raise UsageError(
-                    f"{self._path.parent.name} is being {self._doing} by {_said(self._path)}",
+                    f"{self._path.parent.name} is being supervised by {_said(self._path)}",
                     "one process writes a run at a time: stop that one first, or watch it with "
                     "`vitra status`",
                 ) from None

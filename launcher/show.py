@@ -63,6 +63,8 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         f"checkpoint  {saved}",
         f"directory   {facts['run_dir']}",
     ]
+    if facts["job_id"] is not None:
+        lines.insert(2, f"job         {facts['job_id']}  {facts['job_state'] or 'gone'}")
     for attempt in facts["attempts"]:
         steps = (
             "no step finished"

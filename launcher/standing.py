@@ -132,15 +132,17 @@ def owner_of(run_dir: RunDir) -> int:
 def standing(
     run_dir: RunDir, record: RunRecord, book: JobBook, *, submitting: bool = False
 ) -> Standing:
-    """Where a run stands. `submitting`: it is the caller who holds submit_lock."""
+    """Where a run stands. `submitting`: it is the caller who holds the run's lock."""
     if scheduler_of(record, list(read_lines(run_dir.events))) != "slurm":
         return local_standing(run_dir)
     stands = _on_slurm(run_dir, record, book)
     if stands.alive or stands.state in FINAL_STATES or submitting:
         return stands
-    if (submitter := lock_holder(run_dir.submit_lock)) is None:
+    if (submitter := lock_holder(run_dir.lock)) is None:
         return stands
-    return replace(stands, state=RunState.QUEUED, reason=f"{submitter} submits it", alive=True)
+    return replace(
+        stands, state=RunState.QUEUED, reason=f"{submitter} is submitting it", alive=True
+    )
 
 
 class Over:

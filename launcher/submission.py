@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher.feasible import check_feasible, measured_save_s
 from launcher.jobs import effective
-from launcher.lock import RunLock, lock_holder
+from launcher.lock import RunLock
 from launcher.registry import RunRecord, as_argument, read_plan, read_record
 from launcher.request import build_request, render
 from launcher.resume import Resumption, check_resume, write_resume
@@ -45,9 +45,12 @@ def submit_slurm(
     refuse_later_parts(draft_.plan)
     for note in draft_.plan.notes:
         say(note)
+    for name, value in draft_.plan.spec.resources.env.items():
+        if value is None and name not in environ:
+            say(f"warning: resources.env.{name} passes on {name}, which is not set here")
     # Before what takes long. The job's script differs in nothing that matters to Slurm.
     check_feasible(build_request(draft_.plan, python=sys.executable), slurm, say=say)
-    with new_run(draft_, now) as run, RunLock(run.dir.submit_lock, "submitted"):
+    with new_run(draft_, now) as run, RunLock(run.dir.lock):
         fill(run.dir, draft_, scheduler="slurm", environ=environ, say=say)
         script = _script(read_plan(run.dir))
         # From here on there may be a job, whatever becomes of this process.
@@ -75,15 +78,9 @@ def resume_slurm(
         VitraError: it is refused, and the run is as it was.
         Unclear: there may be a job, and the run is resumed.
     """
-    with RunLock(run_dir.submit_lock, "submitted"):
+    with RunLock(run_dir.lock):
         record = read_record(run_dir)
         stands = refuse_living(run_dir, record, slurm)
-        if (holder := lock_holder(run_dir.lock)) is not None:
-            raise UsageError(
-                f"{record.run_id} is being supervised by {holder}",
-                "one process writes a run at a time: stop that one first, or watch it with "
-                "`vitra status`",
-            )
         resumption = check_resume(
             run_dir, stands, overrides, allow_change=allow_change, environ=environ, say=say
         )
@@ -120,14 +117,12 @@ def resume_local(
     Raises:
         VitraError: it is refused, and the run is as it was.
     """
-    record = read_record(run_dir)
-    with RunLock(run_dir.submit_lock, "resumed"):
-        stands = refuse_living(run_dir, record, slurm)
-        resumption = check_resume(
-            run_dir, stands, overrides, allow_change=allow_change, environ=environ, say=say
-        )
-        if resumption is not None:
-            write_resume(run_dir, resumption, scheduler="local")
+    stands = refuse_living(run_dir, read_record(run_dir), slurm)
+    resumption = check_resume(
+        run_dir, stands, overrides, allow_change=allow_change, environ=environ, say=say
+    )
+    if resumption is not None:
+        write_resume(run_dir, resumption, scheduler="local")
     return resumption
 
 
@@ -138,7 +133,7 @@ def resubmit(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> str:
-    """Queue another job for a run whose job is gone, as it was; the caller holds submit_lock.
+    """Queue another job for a run whose job is gone, as it was; the caller holds the run's lock.
 
     Returns the job's id.
 
@@ -157,7 +152,7 @@ def resubmit(
 
 
 def refuse_living(run_dir: RunDir, record: RunRecord, slurm: Slurm) -> Standing:
-    """Refuse to start a run with a job in the queue or on nodes; the caller holds submit_lock.
+    """Refuse to start a run with a job in the queue or on nodes; the caller holds the run's lock.
 
     Raises:
         UsageError: there is one. SchedulerUnavailable: that cannot be found out, and matters.
@@ -207,6 +202,11 @@ def _queue(
             f"next: `vitra status {run}` looks for its job, `vitra watch --once` submits it again "
             "if there is none",
         ) from err
+    except SystemExit:
+        say(
+            f"interrupted: `vitra status {as_argument(run_dir, environ)}` tells whether it has a job"
+        )
+        raise
     except OSError as err:
         raise StorageError(f"{err.filename or run_dir.path}: {err.strerror}") from err
 

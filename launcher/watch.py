@@ -21,7 +21,7 @@ from launcher.job import _history as run_history  # pyright: ignore[reportPrivat
 from launcher.job import close_unjudged
 from launcher.jobs import current_job, effective, note_job
 from launcher.judge import Finding, decide
-from launcher.lock import RunLock, lock_holder
+from launcher.lock import RunLock
 from launcher.registry import RunRecord, read_plan, read_record, runs
 from launcher.schedulers.sbatch import drop_superfluous, jobs_by_comment
 from launcher.slurm import PastLife, Slurm
@@ -148,7 +148,7 @@ def _look_after(
     if job_id is not None and job_id == current_job(run_dir, list(read_lines(run_dir.events))):
         return Look(record.run_id, "alive", stands.reason, job_id)
     try:
-        with RunLock(run_dir.submit_lock, "watched"):
+        with RunLock(run_dir.lock):
             return _reconcile(run_dir, record, slurm, environ, say)
     except UsageError as err:
         return Look(record.run_id, "skipped", err.message)
@@ -161,12 +161,10 @@ def _reconcile(
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Look:
-    """See to a run that looked as if it had no job; the caller holds submit_lock."""
+    """See to a run that looked as if it had no job; the caller holds the run's lock."""
     run_id = record.run_id
     if not _concerns(run_dir) or run_dir.cancel.exists():
         return Look(run_id, "skipped", "something has become of it meanwhile")
-    if (holder := lock_holder(run_dir.lock)) is not None:
-        return Look(run_id, "skipped", f"it is supervised by {holder}")
     # Asked again now that nobody else can submit it.
     stands = standing(run_dir, record, JobBook(slurm, [run_dir]), submitting=True)
     if not stands.known:

@@ -42,12 +42,12 @@ def queue(
     say: Callable[[str], None],
     sbatch_s: float = SBATCH_S,
 ) -> str:
-    """Submit a run, as `script` byte for byte; returns the job's id. The caller holds submit_lock.
+    """Submit a run, as `script` byte for byte; returns the job's id.
 
-    The script is left in the run directory. The job starts in `cwd`, with the environment that
-    `slurm` was given. Where sbatch fails to say what has happened, the job is looked for by its
-    comment before anything is tried again. May be killed at any moment: a job that came of it is
-    found later by that comment as well.
+    The caller holds the run's lock. The script is left in the run directory. The job starts in
+    `cwd`, with the environment that `slurm` was given. Where sbatch fails to say what has happened,
+    the job is looked for by its comment before anything is tried again. May be killed at any
+    moment: a job that came of it is found later by that comment as well.
 
     Raises:
         SchedulerRejected: Slurm has refused, and there is no job.

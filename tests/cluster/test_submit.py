@@ -145,7 +145,7 @@ def test_refused_by_slurm(vitra: SlurmVitra, cluster: ClusterHandle) -> None:
     vitra("resume", run.id, "-o", "train.max_steps=9", code=3, environ=refusing)
     after = {name: content for name, (_, content) in tree(run.dir.path).items()}
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed <= {"events.jsonl", "submit.lock"}
+    assert changed <= {"events.jsonl", "supervisor.lock"}
     assert after["events.jsonl"].startswith(before["events.jsonl"])
     assert run.state() == "cancelled"
     assert vitra("watch", "--once", "--json").json["runs"] == []

@@ -59,9 +59,11 @@ def test_missing_spec_file(vitra: Vitra) -> None:
     _refused(vitra, "absent.yaml", "--local", code=2, named="absent.yaml")
 
 
-def test_slurm_is_not_there_yet(vitra: Vitra) -> None:
+def test_no_slurm_here(vitra: Vitra, tmp_path_factory: pytest.TempPathFactory) -> None:
     vitra.spec()
-    _refused(vitra, "spec.yaml", code=2, named="--local")
+    vitra.environ = {"PATH": str(tmp_path_factory.mktemp("no-commands"))}
+    line = _refused(vitra, "spec.yaml", code=3, named="--local")
+    assert "--dry-run" in line
 
 
 LATER = {

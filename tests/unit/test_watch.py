@@ -198,7 +198,7 @@ def test_left_alone(root: Root, fake: FakeSlurm) -> None:
     append_event(local, "resumed", scheduler="local")
     busy, supervised = root.run("dddd"), root.run("eeee")
     fake.play("squeue", running(alive))
-    with RunLock(busy.submit_lock), RunLock(supervised.lock):
+    with RunLock(busy.lock), RunLock(supervised.lock):
         looks = {look.run_id[-4:]: look.action for look in root.look()}
     assert looks == {"aaaa": "alive", "dddd": "skipped", "eeee": "skipped"}
     assert fake.calls("sbatch") == []

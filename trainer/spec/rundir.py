@@ -61,13 +61,11 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Held (flock) by the one supervisor that lives; never removed."""
-        return self.path / "supervisor.lock"
+        """Held (flock) by the one supervisor on this machine, or who submits the run to Slurm.
 
-    @property
-    def submit_lock(self) -> Path:
-        """Held (flock) by who is about to submit the run to Slurm; never removed."""
-        return self.path / "submit.lock"
+        Never removed.
+        """
+        return self.path / "supervisor.lock"
 
     @property
     def jobs(self) -> Path:
