@@ -65,7 +65,6 @@ def test_slurm_is_not_there_yet(vitra: Vitra) -> None:
 
 
 LATER = {
-    "fsdp": {"train__strategy": "fsdp-full"},
     "elastic": {"resources__nodes": {"min": 1, "max": 2}},
     "s3": {"checkpoint__uri": "s3://bucket/{run_id}"},
 }

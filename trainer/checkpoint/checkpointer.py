@@ -374,7 +374,7 @@ def _empty_moments(
         # zeros_like keeps the layout of a sharded parameter; the step counter is a plain scalar.
         moments.setdefault(name, {})[key] = (
             torch.zeros_like(like, dtype=dtype)
-            if shape == like.shape
+            if shape == like.shape and shape
             else torch.zeros(shape, dtype=dtype, device=like.device)
         )
     return moments

@@ -29,18 +29,23 @@ from trainer.components import Batch
 from trainer.context import TrainContext
 from trainer.loop import LoopEnd, train
 from trainer.metrics import VLAMetrics
-from trainer.optim import LearningRates, build_optimizer, parameter_groups, parameter_role
+from trainer.optim import (
+    LearningRates,
+    bind_parameters,
+    build_optimizer,
+    parameter_groups,
+)
 from trainer.spec.errors import PlanError, UsageError
 from trainer.spec.schedule import BACKBONE, Schedule
-
-_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+from trainer.weights import author_name
 
 
 class TrainingStrategy(ABC):
     """How a model is laid out over ranks, stepped, saved and restored.
 
     Args:
-        vla: the model (trainer.components.Model); each rank holds one, with equal weights.
+        vla: the model (trainer.components.Model); each rank holds one, with equal weights. A
+            strategy that shards takes it on the meta device too, and fills it from `seed`.
         device_id: index of this process's accelerator; ignored on CPU.
         stage: a name for logs.
         epochs, max_steps: length of the run; `max_steps` decides if set. Optimizer steps.
@@ -53,6 +58,8 @@ class TrainingStrategy(ABC):
         enable_mixed_precision_training, mixed_precision_dtype: autocast the forward pass.
         reduce_in_full_precision: reduce gradients in float32 rather than in the mixed precision.
         repeated_diffusion_steps: diffusion draws per sample; the model was built with it.
+        replicate: groups of ranks that each hold all of a sharded model (hybrid sharding).
+        seed: of the initial weights, for a model on the meta device.
 
     Raises:
         PlanError: the batch sizes do not divide exactly.
@@ -83,6 +90,8 @@ class TrainingStrategy(ABC):
         betas: tuple[float, float] = (0.9, 0.95),
         min_lr_ratio: float = 0.1,
         freeze_steps: int = 0,
+        replicate: int = 1,
+        seed: int | None = None,
         context: TrainContext | None = None,
         **unknown: Any,
     ) -> None:
@@ -109,6 +118,8 @@ class TrainingStrategy(ABC):
         self.betas = betas
         self.min_lr_ratio = min_lr_ratio
         self.freeze_steps = freeze_steps
+        self.replicate = replicate
+        self.seed = seed
         self.context = context
 
         self.optimizer: torch.optim.Optimizer | None = None
@@ -238,25 +249,24 @@ class TrainingStrategy(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters by the names that its author gave them, whatever wraps it."""
         for name, parameter in self.vla.named_parameters():
-            yield name.replace(_WRAPPER_PREFIX, ""), parameter
+            yield author_name(name), parameter
 
     def named_state(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by name: the live tensors, not copies."""
         return {
-            name.replace(_WRAPPER_PREFIX, ""): tensor.detach()
+            author_name(name): tensor.detach()
             for name, tensor in self.vla.state_dict(keep_vars=True).items()
         }
 
     def _prepare(self, n_train_examples: int) -> None:
-        """Optimizer, schedule and activation checkpointing: what precedes the wrapping."""
-        total = self.max_steps
-        if total is None:
-            if self.context is None or self.context.plan.total_steps is None:
-                assert self.epochs is not None, "one of epochs and max_steps"
-                total = math.ceil(self.epochs * n_train_examples / self.global_batch_size)
-            else:
-                total = self.context.plan.total_steps
-        groups = parameter_groups(
+        """Optimizer, schedule and activation checkpointing: what precedes the wrapping by DDP."""
+        groups = self._groups()
+        self._recompute_activations()
+        self._optimize(groups, n_train_examples)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, by the names and shapes that the model's author gave."""
+        return parameter_groups(
             self.named_parameters(),
             self.vla.backbone_prefixes,
             learning_rate=self.learning_rate,
@@ -264,7 +274,30 @@ class TrainingStrategy(ABC):
             action_model_learning_rate=self.action_model_learning_rate,
             action_model_weight_decay=self.action_model_weight_decay,
         )
+
+    def _recompute_activations(self) -> None:
+        if not self.enable_gradient_checkpointing:
+            return
+        classes = tuple(self.vla.checkpoint_classes)
+        apply_activation_checkpointing(
+            self.vla,
+            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
+                module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+            ),
+            check_fn=lambda module: isinstance(module, classes),
+        )
+
+    def _optimize(self, groups: list[dict[str, Any]], n_train_examples: int) -> None:
+        """Build optimizer and schedule over the parameters as they are now."""
+        bind_parameters(groups, self.named_parameters())
         self.optimizer = build_optimizer(groups, self.betas)
+        total = self.max_steps
+        if total is None:
+            if self.context is None or self.context.plan.total_steps is None:
+                assert self.epochs is not None, "one of epochs and max_steps"
+                total = math.ceil(self.epochs * n_train_examples / self.global_batch_size)
+            else:
+                total = self.context.plan.total_steps
         schedule = Schedule(
             self.lr_scheduler_type,
             total,
@@ -273,23 +306,17 @@ class TrainingStrategy(ABC):
             freeze_steps=self.freeze_steps,
         )
         self.lr_scheduler = LearningRates(self.optimizer, schedule)
-        if self.enable_gradient_checkpointing:
-            classes = tuple(self.vla.checkpoint_classes)
-            apply_activation_checkpointing(
-                self.vla,
-                checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
-                    module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
-                ),
-                check_fn=lambda module: isinstance(module, classes),
-            )
 
     def _set_frozen(self, frozen: bool) -> None:
         if frozen == self._frozen:
             return
-        # Flipped after wrapping: a parameter frozen before would never get its gradient hooks.
-        for name, parameter in self.named_parameters():
-            if parameter_role(name, self.vla.backbone_prefixes) == BACKBONE:
-                parameter.requires_grad_(not frozen)
+        assert self.optimizer is not None
+        # Flipped after wrapping: a parameter frozen before would never get its gradient hooks. What
+        # the model's author froze for good is in no group, and stays as it is.
+        for group in self.optimizer.param_groups:
+            if group["role"] == BACKBONE:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(not frozen)
         self._frozen = frozen
 
     def _need_context(self) -> TrainContext:
