@@ -49,9 +49,7 @@ def copy_whole(target: Tensor, whole: Tensor) -> None:
     Every rank passes the same `whole`; nothing is communicated.
     """
     if isinstance(target, DTensor):
-        whole = distribute_tensor(
-            whole, target.device_mesh, target.placements, src_data_rank=None
-        )
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(whole)
 
 

@@ -85,9 +85,13 @@ def test_the_loss_is_the_exact_mean_over_the_global_batch(worlds: dict[int, Run]
 # -- Interrupted runs --------------------------------------------------------------------------
 
 
+#: Figures that tell how a step was computed, not what came of it.
+_NOT_COMPARED = ("step_time_s", "data_wait_s", "memory_bytes", "attempt")
+
+
 def without_times(run: Run) -> list[dict[str, Any]]:
     return [
-        {name: value for name, value in record.items() if name not in ("step_time_s", "attempt")}
+        {name: value for name, value in record.items() if name not in _NOT_COMPARED}
         for record in run.metrics()
     ]
 

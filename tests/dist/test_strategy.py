@@ -34,6 +34,7 @@ from trainer.store.storage import open_storage
 from trainer.strategies.base import TrainingStrategy
 from trainer.strategies.build import get_train_strategy
 from trainer.strategies.ddp import DDPStrategy
+from trainer.watchdog import Pulse
 from trainer.worker import build_data, build_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -383,7 +384,13 @@ class Alone:
         self.records = RunRecords(run_dir, ranks, log_interval=1, sample_ids=False)
         self.records.open()
         checkpoints = Checkpointer(
-            store, plan=self.plan, ranks=ranks, agree=agree, group=None, records=self.records
+            store,
+            plan=self.plan,
+            ranks=ranks,
+            agree=agree,
+            group=None,
+            records=self.records,
+            pulse=Pulse(),
         )
         self.context = TrainContext(
             ranks,

@@ -17,6 +17,7 @@ from trainer.checkpoint.codec import (
 )
 from trainer.spec.errors import CorruptCheckpoint, IncompatibleCheckpoint, NotFound
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest
+from trainer.weights import copy_whole
 
 if TYPE_CHECKING:
     from trainer.strategies.base import TrainingStrategy
@@ -69,7 +70,7 @@ def _load_safetensors(path: Path, wanted: dict[str, torch.Tensor]) -> None:
             names = file.keys()
             _check(str(path), {n: torch.Size(file.get_slice(n).get_shape()) for n in names}, wanted)
             for name, tensor in wanted.items():
-                tensor.copy_(file.get_tensor(name))
+                copy_whole(tensor, file.get_tensor(name))
     except (SafetensorError, OSError) as err:
         raise CorruptCheckpoint(f"checkpoint.init_from={path}: {err}") from err
 

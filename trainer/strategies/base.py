@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.tensor import DTensor
 
 from trainer.components import Batch
 from trainer.context import TrainContext
@@ -143,8 +144,11 @@ class TrainingStrategy(ABC):
         """Wrap the model, build optimizer and schedule. `n_train_examples` counts samples."""
 
     @abstractmethod
-    def clip_grad_norm(self) -> float:
-        """Clip gradients to `max_grad_norm`; returns the global norm before it. Collective."""
+    def clip_grad_norm(self) -> float | None:
+        """Clip gradients to `max_grad_norm`; returns the global norm before it. Collective.
+
+        VITRA's own strategies return None; then the norm after clipping is what is recorded.
+        """
 
     def save_checkpoint(
         self,
@@ -157,19 +161,20 @@ class TrainingStrategy(ABC):
         """Save the whole state at the present step. Collective; returns once it is committed.
 
         The place and the files' names are the run's (contract section 4), so `run_dir` and
-        `train_loss` only serve subclasses; frozen parameters are saved too, whatever
-        `only_trainable` says, since a resume needs them.
+        `train_loss` only serve subclasses. With `only_trainable` the weights of parameters that are
+        never trained are left out, and a resume keeps those that the model is built with. A
+        backbone that is frozen for the first steps is not among them.
 
         Raises:
             CheckpointError: it could not be saved; the previous checkpoint stays valid.
         """
-        del run_dir, train_loss, only_trainable, epoch
+        del run_dir, train_loss, epoch
         ctx = self._need_context()
         if global_step != ctx.state.step:
             raise UsageError(
                 f"global_step={global_step}: only the present step, {ctx.state.step}, can be saved"
             )
-        ctx.checkpoints.save(self, ctx.state, must_succeed=True)
+        ctx.checkpoints.save(self, ctx.state, must_succeed=True, only_trainable=only_trainable)
 
     def load_optimizer_and_scheduler(self, checkpoint_path: str) -> None:
         """Restore optimizer and schedule from one checkpoint directory (`step-...`). Collective.
@@ -190,11 +195,13 @@ class TrainingStrategy(ABC):
         """Train to the last step or until asked to stop. Collective.
 
         `dataloader` yields a trainer.data.loader.StepInput for each step after `start_global_step`.
+        Without `save_full_model` the checkpoints hold only what is trained, see `save_checkpoint`.
         """
-        del save_full_model  # the whole model is always saved: a resume needs it
         ctx = self._need_context()
         assert start_global_step == ctx.state.step, (start_global_step, ctx.state.step)
-        return train(self, dataloader, metrics, ctx, save_interval)
+        return train(
+            self, dataloader, metrics, ctx, save_interval, only_trainable=not save_full_model
+        )
 
     # What the loop and the checkpoints use, the same for every strategy unless it says otherwise.
 
@@ -236,6 +243,11 @@ class TrainingStrategy(ABC):
             (loss_sum * scale).backward()
         return loss_sum.detach()
 
+    def clip(self) -> float:
+        """Clip gradients; the global norm as far as `clip_grad_norm` tells it. Collective."""
+        norm = self.clip_grad_norm()
+        return float(self._grad_norm()) if norm is None else norm
+
     def apply_step(self) -> None:
         """Apply the gradients."""
         assert self.optimizer is not None
@@ -257,6 +269,20 @@ class TrainingStrategy(ABC):
             author_name(name): tensor.detach()
             for name, tensor in self.vla.state_dict(keep_vars=True).items()
         }
+
+    def untrained(self) -> frozenset[str]:
+        """The names of parameters that are in no optimizer group: they never change."""
+        assert self.optimizer is not None, "run_setup comes first"
+        trained = {n for g in self.optimizer.param_groups for n in g["parameter_names"]}
+        return frozenset(name for name, _ in self.named_parameters() if name not in trained)
+
+    def _grad_norm(self) -> Tensor:
+        """The global norm of all gradients, sharded ones included. Collective."""
+        norm = nn.utils.get_total_norm(
+            [p.grad for _, p in self.named_parameters() if p.grad is not None]
+        )
+        # Of sharded gradients it is known by parts.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _prepare(self, n_train_examples: int) -> None:
         """Optimizer, schedule and activation checkpointing: what precedes the wrapping by DDP."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from trainer.components import Evaluates
 from trainer.spec.errors import PlanError, UsageError
@@ -73,11 +73,9 @@ class FSDPStrategy(TrainingStrategy):
         return nullcontext()
 
     def clip_grad_norm(self) -> float:
-        parameters = [p for _, p in self.named_parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()  # of the local parts' norms, that of the whole
+        norm = self._grad_norm()
         if self.max_grad_norm is not None:
+            parameters = [p for _, p in self.named_parameters() if p.grad is not None]
             nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         return float(norm)
 
@@ -97,7 +95,7 @@ class FSDPStrategy(TrainingStrategy):
     def _mesh(self, device: torch.device) -> DeviceMesh:
         if not dist.is_initialized():
             # A mesh needs a group, even one of a single process.
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         world_size = dist.get_world_size()
         if self.replicate == 1:
             return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -111,7 +109,7 @@ class FSDPStrategy(TrainingStrategy):
         )
 
     def _shard(self, mesh: DeviceMesh) -> None:
-        precision: dict[str, torch.dtype] = {}
+        precision: dict[str, Any] = {}
         if self.enable_mixed_precision_training:
             if self.mixed_precision_dtype != torch.bfloat16:
                 raise PlanError(
@@ -132,7 +130,7 @@ class FSDPStrategy(TrainingStrategy):
         root = fully_shard(
             self.vla,
             mesh=mesh,
-            # The backward pass begins where the forward pass ends: the root is needed again at once.
+            # The backward pass begins where the forward pass ends: it is needed again at once.
             reshard_after_forward=False,
             # A batch holds what the loss is measured against, which is not to be rounded.
             mp_policy=MixedPrecisionPolicy(**precision, cast_forward_inputs=False),
@@ -140,9 +138,10 @@ class FSDPStrategy(TrainingStrategy):
         # A parameter that one rank's samples never touch is reduced as zero, or the ranks' parts of
         # a reduction would not fit together.
         root.set_reduce_scatter_unused_params(True)
-        if isinstance(self.vla, Evaluates):
+        model: nn.Module = self.vla
+        if isinstance(model, Evaluates):
             # It calls parts of the model by themselves, which gather nothing.
-            register_fsdp_forward_method(self.vla, "evaluate")
+            register_fsdp_forward_method(model, "evaluate")
 
 
 class FSDPGradStrategy(FSDPStrategy):
