@@ -32,10 +32,10 @@ from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
 from trainer.strategies.base import TrainingStrategy
-from trainer.strategies.build import get_train_strategy
+from trainer.strategies.build import get_train_strategy, is_sharded
 from trainer.strategies.ddp import DDPStrategy
 from trainer.watchdog import Pulse
-from trainer.worker import build_data, build_model
+from trainer.worker import build_data, build_model, empty_model
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,12 +74,32 @@ class Rank:
     """One rank's strategy, ready to train, and what it trains on."""
 
     def __init__(self, rank: int, **train: Any) -> None:
-        self.plan = planned(world_size(), {"train": train})
-        data = build_data(self.plan.spec)
-        self.model = build_model(self.plan.spec, data, torch.device("cpu"))
-        self.strategy = get_train_strategy("ddp", **arguments(self.plan, self.model))
+        self._set_up(planned(world_size(), {"train": train}), rank)
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, strategy: str) -> Rank:
+        """A rank of any plan, with a strategy in place of its own."""
+        made = cls.__new__(cls)
+        made._set_up(plan, rank, strategy)
+        return made
+
+    def _set_up(self, plan: Plan, rank: int, strategy: str | None = None) -> None:
+        self.plan = plan
+        data = build_data(plan.spec)
+        name = strategy or plan.spec.train.strategy
+        self.model = (
+            empty_model(plan.spec, data)
+            if is_sharded(name)
+            else build_model(plan.spec, data, torch.device("cpu"))
+        )
+        self.strategy = get_train_strategy(
+            name,
+            **arguments(plan, self.model),
+            replicate=plan.spec.train.replicate,
+            seed=plan.spec.seed,
+        )
         self.strategy.run_setup(NOWHERE, len(data))
-        self.loader = RankLoader(self.plan, data, self.model.draws, rank=rank, start_step=0)
+        self.loader = RankLoader(plan, data, self.model.draws, rank=rank, start_step=0)
 
     def steps(self) -> Iterator[StepInput]:
         return iter(self.loader)
