@@ -237,7 +237,7 @@ def held_after_a_step(rank: int, strategy_name: str) -> tuple[int, int]:
     plan = planned(
         world_size(),
         {"model": {"options": {**planned(1).spec.model.options, **BIG_MODEL}}},
-        {"train": {"global_batch_size": 4, "per_device_batch_size": 1, "max_steps": 1}},
+        {"train": {"global_batch_size": 4, "per_device_batch_size": 4 // world_size()}},
     )
     ranked = Rank.of(plan, rank, strategy_name)
     for _ in ranked.gradients(next(ranked.steps())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,12 @@ from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
 from trainer.optim import parameter_groups
 from trainer.records import RunRecords
-from trainer.spec.errors import CorruptCheckpoint, PlanError, UsageError
+from trainer.spec.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    PlanError,
+    UsageError,
+)
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import RunDir
@@ -34,6 +40,7 @@ from trainer.store.storage import open_storage
 from trainer.strategies.base import TrainingStrategy
 from trainer.strategies.build import get_train_strategy, is_sharded
 from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.fsdp import FSDPFullStrategy, FSDPGradStrategy
 from trainer.watchdog import Pulse
 from trainer.worker import build_data, build_model, empty_model
 
@@ -345,8 +352,24 @@ def test_get_train_strategy_refuses_unknown_arguments() -> None:
 
 
 def test_get_train_strategy_refuses_unknown_strategies() -> None:
-    with pytest.raises(UsageError, match="'horovod' is not available; known: ddp"):
+    with pytest.raises(UsageError, match="'horovod' is not available; known: ddp, fsdp-grad, fsdp"):
         get_train_strategy("horovod", **arguments(planned(1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ddp", DDPStrategy),
+        ("fsdp-grad", FSDPGradStrategy),
+        ("fsdp-full", FSDPFullStrategy),
+        ("fsdp-shard-grad-op", FSDPGradStrategy),
+        ("fsdp-full-shard", FSDPFullStrategy),
+    ],
+)
+def test_strategies_by_name_and_by_the_names_of_vitra(
+    name: str, kind: type[TrainingStrategy]
+) -> None:
+    assert type(get_train_strategy(name, **arguments(planned(1)))) is kind
 
 
 @pytest.mark.parametrize(("whole", "part"), [(7, 2), (2, 4), (9, 9)])
@@ -403,7 +426,7 @@ class Alone:
         agree = Agreement(None)
         self.records = RunRecords(run_dir, ranks, log_interval=1, sample_ids=False)
         self.records.open()
-        checkpoints = Checkpointer(
+        self.checkpoints = Checkpointer(
             store,
             plan=self.plan,
             ranks=ranks,
@@ -419,19 +442,29 @@ class Alone:
             agree,
             StopFlag(),
             self.records,
-            checkpoints,
+            self.checkpoints,
             TrainState(),
         )
         self.data = build_data(self.plan.spec)
         self.model = build_model(self.plan.spec, self.data, torch.device("cpu"))
-        self.strategy = get_train_strategy(
-            "ddp", **arguments(self.plan, self.model), context=self.context
-        )
+        self.set_up()
+        self.strategy = self.build(context=self.context, **arguments(self.plan, self.model))
         self.strategy.run_setup(root, len(self.data))
 
-    def train(self) -> LoopEnd:
+    def set_up(self) -> None:
+        """What is done to the model before the strategy has it."""
+
+    def build(self, **known: Any) -> TrainingStrategy:
+        return get_train_strategy("ddp", **known)
+
+    def train(self, *, save_full_model: bool = True) -> LoopEnd:
         loader = RankLoader(self.plan, self.data, self.model.draws, rank=0, start_step=0)
-        return self.strategy.run_training(loader, VLAMetrics(self.records), save_interval=4)
+        return self.strategy.run_training(
+            loader,
+            VLAMetrics(self.records),
+            save_interval=4,
+            save_full_model=save_full_model,
+        )
 
 
 def moments(strategy: TrainingStrategy) -> dict[str, Tensor]:
@@ -466,6 +499,38 @@ def test_a_strategy_saves_and_loads_by_itself(tmp_path: Path) -> None:
     second.context.state.step = 7
     second.strategy.save_checkpoint(tmp_path, 7, 0)
     assert (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").exists()
+
+
+def test_only_what_is_trained_is_saved_and_the_rest_stays(tmp_path: Path) -> None:
+    frozen = "head.null_condition"
+
+    class Partly(Alone):
+        def set_up(self) -> None:
+            self.model.get_parameter(frozen).requires_grad_(False)
+
+    first = Partly(tmp_path)
+    assert first.strategy.untrained() == {frozen}
+    before = first.model.get_parameter(frozen).detach().clone()
+    assert first.train(save_full_model=False) is LoopEnd.FINISHED
+    (index,) = (tmp_path / "checkpoints" / "step-00000006").glob("index-*.json")
+    document = json.loads(index.read_bytes())
+    names = {name.removeprefix("model.") for name in document["tensors"] if name[0] == "m"}
+    assert names == first.strategy.named_state().keys() - {frozen}
+    assert document["state"]["only_trainable"]
+
+    second = Partly(tmp_path)
+    second.model.get_parameter(frozen).data.fill_(7.0)
+    second.checkpoints.restore(second.strategy, second.context.state)
+    assert second.context.state.step == 6
+    trained = dict(first.strategy.named_state())
+    for name, tensor in second.strategy.named_state().items():
+        if name != frozen:
+            assert torch.equal(tensor, trained[name]), name
+    assert torch.equal(second.model.get_parameter(frozen), torch.full_like(before, 7.0))
+    # One that trains it has no business with such a checkpoint.
+    third = Alone(tmp_path)
+    with pytest.raises(IncompatibleCheckpoint, match="optimizer group"):
+        third.checkpoints.restore(third.strategy, third.context.state)
 
 
 def test_what_cannot_be_loaded_is_an_error_that_names_it(tmp_path: Path) -> None:
