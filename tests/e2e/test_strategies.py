@@ -100,3 +100,14 @@ def test_strategies_train_the_same_samples_to_the_same_losses(world: int, whole:
         for ours, theirs in zip(results["metrics"][:20], expected["metrics"][:20], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["lr"] == theirs["lr"]
+
+
+def test_a_run_goes_on_with_another_strategy_when_told_to(whole: Whole, tmp_path: Path) -> None:
+    run = started(tmp_path, "ddp", 2)
+    run.kill_at(9, random.Random(3))
+    run.finish(more=["-o", "train.strategy=fsdp-full"])
+    assert "train.strategy: ddp -> fsdp-full" in run.terminal()
+    results, expected = run.results(), whole("ddp", 2)
+    assert results["samples"] == expected["samples"]
+    for ours, theirs in zip(results["metrics"][:20], expected["metrics"][:20], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
