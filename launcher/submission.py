@@ -204,7 +204,7 @@ def _queue(
         ) from err
     except SystemExit:
         say(
-            f"interrupted: `vitra status {as_argument(run_dir, environ)}` tells whether it has a job"
+            f"interrupted: `vitra status {as_argument(run_dir, environ)}` tells if it has a job"
         )
         raise
     except OSError as err:

@@ -69,12 +69,6 @@ def script(draft_: Draft) -> str:
 
 def refuse_later_parts(checked: Plan) -> None:
     """Refuse what is planned by this version and run by a later one, before anything is written."""
-    spec = checked.spec
-    if spec.train.strategy != "ddp":
-        raise errors.UsageError(
-            f"train.strategy={spec.train.strategy}: planned, but not yet run by this version",
-            "use ddp",
-        )
     if checked.elastic:
         raise errors.UsageError(
             "resources.nodes is a range: elastic runs are planned, but not yet run by this version",

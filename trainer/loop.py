@@ -11,7 +11,7 @@ import torch
 
 from trainer.context import TrainContext
 from trainer.data.loader import StepInput, reseed
-from trainer.metrics import StepMetrics, VLAMetrics
+from trainer.metrics import StepMetrics, VLAMetrics, peak_memory_bytes
 from trainer.spec.errors import NonFiniteLoss
 from trainer.spec.pulse import Phase
 
@@ -32,10 +32,13 @@ def train(
     metrics: VLAMetrics,
     ctx: TrainContext,
     save_interval: int,
+    *,
+    only_trainable: bool = False,
 ) -> LoopEnd:
     """Train the given steps; collective over all ranks, which leave together.
 
-    Saves at each multiple of `save_interval`, at the last step, and where a rank was asked to stop.
+    Saves at each multiple of `save_interval`, at the last step, and where a rank was asked to stop;
+    with `only_trainable` without the weights that never change.
 
     Raises:
         NonFiniteLoss: before the step is applied and before anything is saved.
@@ -45,9 +48,10 @@ def train(
     state, plan, agree = ctx.state, ctx.plan, ctx.agree
     if agree.any(ctx.stop.raised):
         return LoopEnd.STOPPED
-    began = ctx.clock()
+    began = waits_since = ctx.clock()
     ctx.pulse.reached(Phase.LOADING, state.step)
     for inputs in steps:
+        data_wait_s = ctx.clock() - waits_since
         ctx.pulse.reached(Phase.COMPUTING, state.step)
         assert inputs.step == state.step + 1, f"input of step {inputs.step} after step {state.step}"
         lr = strategy.begin_step()
@@ -62,7 +66,7 @@ def train(
             loss_sum += strategy.forward_backward(
                 batch, scale=plan.world_size / max(count, 1), is_last=is_last
             )
-        grad_norm = strategy.clip_grad_norm()
+        grad_norm = strategy.clip()
         global_sum, bad_norms, stops = agree.sum(
             float(loss_sum), not math.isfinite(grad_norm), ctx.stop.raised
         )
@@ -86,6 +90,8 @@ def train(
                 lr=lr,
                 grad_norm=grad_norm,
                 step_time_s=now - began,
+                data_wait_s=data_wait_s,
+                memory_bytes=peak_memory_bytes(ctx.device),
                 samples_seen=state.samples_seen,
                 attempt=ctx.ranks.attempt,
             )
@@ -93,14 +99,22 @@ def train(
         began = now
         is_end = state.step == plan.total_steps
         if stops or is_end or state.step % save_interval == 0:
-            saved = ctx.checkpoints.save(strategy, state, must_succeed=bool(stops) or is_end)
+            saved = ctx.checkpoints.save(
+                strategy,
+                state,
+                must_succeed=bool(stops) or is_end,
+                only_trainable=only_trainable,
+            )
             # A stop that was asked for during the save needs no other step; and another save only
             # where this one failed.
             stops = stops or agree.any(ctx.stop.raised)
             if stops and not saved:
-                ctx.checkpoints.save(strategy, state, must_succeed=True)
+                ctx.checkpoints.save(
+                    strategy, state, must_succeed=True, only_trainable=only_trainable
+                )
             began = ctx.clock()
         if stops and not is_end:
             return LoopEnd.STOPPED
+        waits_since = ctx.clock()
         ctx.pulse.reached(Phase.LOADING, state.step)
     return LoopEnd.FINISHED

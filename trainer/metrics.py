@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trainer.records import RunRecords
 from trainer.spec.schedule import ACTION_MODEL, BACKBONE
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "VLA Train"
 _RATE_NAMES = {BACKBONE: "Backbone Learning Rate", ACTION_MODEL: "Action Model Learning Rate"}
+#: Linux counts resident memory in KiB.
+_RSS_UNIT_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,8 @@ class StepMetrics:
     """One optimizer step, over the whole global batch.
 
     `loss` is the mean over every valid element of the global batch, `lr` the rate by role,
-    `grad_norm` the global norm before clipping, `step_time_s` the wall time with the wait for data.
+    `grad_norm` the global norm before clipping, `step_time_s` the wall time with the wait for data,
+    which is `data_wait_s` of it. Both, and `memory_bytes` (`peak_memory_bytes`), are this rank's.
     """
 
     step: int
@@ -29,6 +35,8 @@ class StepMetrics:
     lr: dict[str, float]
     grad_norm: float
     step_time_s: float
+    data_wait_s: float
+    memory_bytes: int
     samples_seen: int
     attempt: int
 
@@ -45,9 +53,17 @@ class VLAMetrics:
 
     def push(self, metrics: StepMetrics) -> None:
         """Record one finished step."""
-        self._records.step({**vars(metrics), "step_time_s": round(metrics.step_time_s, 6)})
+        times = {name: round(vars(metrics)[name], 6) for name in ("step_time_s", "data_wait_s")}
+        self._records.step({**vars(metrics), **times})
         if self._tracker is not None:
             self._tracker.poll()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held so far: of the GPU where it has one, else RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
 
 
 def tracker_metrics(record: dict[str, Any], global_batch_size: int) -> dict[str, float]:
@@ -67,6 +83,11 @@ def tracker_metrics(record: dict[str, Any], global_batch_size: int) -> dict[str,
         "Other/Samples Seen": record["samples_seen"],
         "Other/Attempt": record["attempt"],
     }
+    # A run that an older version began has records without them.
+    if "data_wait_s" in record:
+        figures["Other/Data Wait"] = record["data_wait_s"]
+    if "memory_bytes" in record:
+        figures["Other/Memory (GiB)"] = record["memory_bytes"] / 2**30
     for role, name in _RATE_NAMES.items():
         if role in record["lr"]:
             figures[f"{_PREFIX}/{name}"] = record["lr"][role]

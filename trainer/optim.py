@@ -11,6 +11,9 @@ from torch import nn
 from trainer.spec.errors import IncompatibleCheckpoint
 from trainer.spec.schedule import ACTION_MODEL, BACKBONE, Schedule
 
+#: What the learned token that gathers the condition is called, here as in VITRA.
+COGNITION_TOKEN = "cognition_token"
+
 
 class LearningRates:
     """Sets each parameter group's rate before a step. Counts optimizer steps and nothing else.
@@ -48,10 +51,11 @@ def parameter_role(name: str, backbone_prefixes: Sequence[str]) -> str:
 def decays(name: str, shape: torch.Size) -> bool:
     """Whether weight decay applies: matrices and kernels do, biases, norms and vectors do not.
 
+    Neither does a cognition token, as in VITRA: it is one learned input, whatever its shape.
     Judged by the name and the original shape: sharding flattens or splits tensors, and a rule that
     looks at the local tensor silently changes with the world size.
     """
-    return len(shape) >= 2 and not name.endswith(".bias")
+    return len(shape) >= 2 and not name.endswith(".bias") and COGNITION_TOKEN not in name
 
 
 def parameter_groups(
@@ -66,7 +70,8 @@ def parameter_groups(
     """Parameter groups for the optimizer: role x decay, in a fixed order, empty ones left out.
 
     Every group carries `name`, `role`, `peak_lr`, `weight_decay` and the `parameter_names` in the
-    order of its `params`. Call it before parameters are wrapped or sharded.
+    order of its `params`. Call it before parameters are wrapped or sharded; where sharding puts
+    others in their place, bind them with `bind_parameters`.
     """
     settings = {
         BACKBONE: (learning_rate, weight_decay),
@@ -94,6 +99,15 @@ def parameter_groups(
             group["params"].append(parameter)
             group["parameter_names"].append(name)
     return [group for group in groups.values() if group["params"]]
+
+
+def bind_parameters(
+    groups: list[dict[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Have the groups hold these parameters, by the names that `parameter_groups` sorted."""
+    parameters = dict(named_parameters)
+    for group in groups:
+        group["params"] = [parameters[name] for name in group["parameter_names"]]
 
 
 def build_optimizer(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.AdamW:

@@ -21,6 +21,8 @@ from trainer.snapshot import imported
 from trainer.spec.errors import UsageError, VitraError
 from trainer.spec.run import RunSpec
 from trainer.spec.snapshot import is_installed
+from trainer.strategies.build import is_sharded
+from trainer.strategies.units import shard_units
 from trainer.worker import build_data, build_model, empty_model
 
 _LONGEST_MESSAGE = 500
@@ -45,6 +47,8 @@ def _look(spec: RunSpec) -> dict[str, Any]:
         n_samples = len(data)
     with _blamed_on("model.kind", spec.model.kind):
         model = empty_model(spec, data)
+        if is_sharded(spec.train.strategy):
+            shard_units(model)  # refuses what cannot be sharded
         n_parameters = sum(p.numel() for p in model.parameters())
     notes = [] if _both_built_in(spec) else _try_out(spec, data, model, n_parameters)
     return {

@@ -25,7 +25,6 @@ from trainer.components import (
     resolve,
 )
 from trainer.context import TrainContext
-from trainer.data.keyed import keyed_generator
 from trainer.data.loader import RankLoader
 from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
@@ -42,9 +41,10 @@ from trainer.spec.snapshot import Snapshot
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
-from trainer.strategies.build import get_train_strategy
+from trainer.strategies.build import get_train_strategy, is_sharded
 from trainer.tracking import start_tracker
 from trainer.watchdog import Pulse
+from trainer.weights import materialize
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,10 @@ def run(
             f"data: {len(data)} samples now, {plan.n_samples} when the run was submitted",
             "the order of samples depends on their number: restore the data, or submit a new run",
         )
-    model = build_model(plan.spec, data, device)
+    if is_sharded(plan.spec.train.strategy):
+        model = empty_model(plan.spec, data)  # may be larger than this rank's memory
+    else:
+        model = build_model(plan.spec, data, device)
     check_origin(snapshot, run_dir, plan.spec)
     pulse.reached(Phase.JOINING, 0)
     group = _process_group(plan, ranks, device)
@@ -184,21 +187,9 @@ def empty_model(spec: RunSpec, data: Dataset) -> Any:
 
 
 def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:
-    """The model with its initial weights, the same at every world size and strategy.
-
-    Each parameter is filled from a generator of its own, keyed by (seed, name): what it holds
-    depends neither on the order of parameters nor on which rank fills it.
-    """
+    """The model with its initial weights, the same at every world size and strategy."""
     model = empty_model(spec, data)
-    model.to_empty(device=device)
-    generator = torch.Generator()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            seed = keyed_generator(spec.seed, "weights", name).integers(0, 2**63)
-            full = torch.empty(parameter.shape, dtype=parameter.dtype)
-            model.init_parameter(name, full, generator.manual_seed(int(seed)))
-            parameter.copy_(full)
-        model.init_buffers()
+    materialize(model, spec.seed, device)
     return model
 
 
@@ -283,6 +274,8 @@ def _strategy_arguments(plan: Plan, model: Any, ctx: TrainContext) -> dict[str, 
         "betas": train.betas,
         "min_lr_ratio": train.min_lr_ratio,
         "freeze_steps": train.freeze_steps,
+        "replicate": train.replicate,
+        "seed": plan.spec.seed,
         "context": ctx,
     }
 

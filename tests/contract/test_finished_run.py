@@ -238,7 +238,6 @@ REFUSED_CHANGES = {
     "unknown key": (("-o", "train.max_step=30"), "train.max_step: unknown key"),
     "bad value": (("-o", "train.max_steps=-3"), "train.max_steps"),
     "impossible": (("-o", "train.per_device_batch_size=3"), "per_device_batch_size"),
-    "strategy": (("-o", "train.strategy=fsdp-full"), "not yet"),
     "elastic": (("-o", "resources.nodes={min: 1, max: 2}"), "not yet"),
     "place": (("-o", "checkpoint.uri=s3://bucket", "-o", "train.max_steps=30"), "not yet"),
 }

@@ -67,7 +67,6 @@ def test_no_slurm_here(vitra: Vitra, tmp_path_factory: pytest.TempPathFactory) -
 
 
 LATER = {
-    "fsdp": {"train__strategy": "fsdp-full"},
     "elastic": {"resources__nodes": {"min": 1, "max": 2}},
     "s3": {"checkpoint__uri": "s3://bucket/{run_id}"},
 }

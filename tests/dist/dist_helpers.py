@@ -58,6 +58,8 @@ _PRELOADED = [
     "trainer.worker",
     "trainer.data.synthetic",
     "trainer.models.vla",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
     "numpy.ma",
     "torch._inductor.config",
 ]

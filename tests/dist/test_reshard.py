@@ -21,6 +21,7 @@ from trainer.checkpoint.codec import (
     save_tensors,
     tensor_shapes,
 )
+from trainer.checkpoint.spread import load_spread
 from trainer.spec.errors import StorageError
 from trainer.store.manifest import Digest, FileEntry
 
@@ -102,6 +103,25 @@ def load_replicated(rank: int, directory: str) -> bool:
     return all(torch.equal(tensors[name], tensor) for name, tensor in expected().items())
 
 
+def load_spread_out(rank: int, directory: str) -> tuple[bool, int]:
+    """Whether all is there, and how many bytes this rank has read itself."""
+    del rank
+    files = json.loads(Path(directory, "files.json").read_bytes())
+    index, _ = parse_index(Path(directory, "index.json").read_bytes(), files)
+    tensors = {name: torch.full_like(tensor, 9) for name, tensor in expected().items()}
+    taken = 0
+    from_file = read_file_range(Path(directory))
+
+    def read(name: str, start: int, length: int) -> bytes:
+        nonlocal taken
+        taken += length
+        return from_file(name, start, length)
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    load_spread(tensors, index, read=read, group=group)
+    return all(torch.equal(tensors[n], tensor) for n, tensor in expected().items()), taken
+
+
 def save_sharded(rank: int, directory: str) -> None:
     save_in(directory, rank, state(sharded=True))
 
@@ -145,6 +165,16 @@ def save_on_a_full_disk(rank: int, directory: str) -> str:
 def test_replicated_tensors_between_worlds(tmp_path: Path, before: int, after: int) -> None:
     on_ranks(before, save_replicated, str(tmp_path))
     assert all(on_ranks(after, load_replicated, str(tmp_path)))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_share_the_reading_and_each_byte_is_read_once(tmp_path: Path, world: int) -> None:
+    on_ranks(world, save_replicated, str(tmp_path))
+    answers = on_ranks(world, load_spread_out, str(tmp_path))
+    assert all(good for good, _ in answers)
+    total = sum(tensor.nbytes for tensor in expected().values())
+    assert sum(taken for _, taken in answers) == total
+    assert max(taken for _, taken in answers) <= 1.1 * total / world
 
 
 @pytest.mark.parametrize("world", [2, 4])

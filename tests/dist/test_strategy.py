@@ -29,7 +29,13 @@ from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
 from trainer.optim import parameter_groups
 from trainer.records import RunRecords
-from trainer.spec.errors import CorruptCheckpoint, NonFiniteLoss, PlanError, UsageError
+from trainer.spec.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    NonFiniteLoss,
+    PlanError,
+    UsageError,
+)
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir
 from trainer.state import TrainState
@@ -38,10 +44,11 @@ from trainer.store.checkpoints import CheckpointStore
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, Digest, FileEntry
 from trainer.store.storage import open_storage
 from trainer.strategies.base import TrainingStrategy
-from trainer.strategies.build import get_train_strategy
+from trainer.strategies.build import get_train_strategy, is_sharded
 from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.fsdp import FSDPFullStrategy, FSDPGradStrategy
 from trainer.watchdog import Pulse
-from trainer.worker import build_data, build_model
+from trainer.worker import build_data, build_model, empty_model
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -80,12 +87,32 @@ class Rank:
     """One rank's strategy, ready to train, and what it trains on."""
 
     def __init__(self, rank: int, **train: Any) -> None:
-        self.plan = planned(world_size(), {"train": train})
-        data = build_data(self.plan.spec)
-        self.model = build_model(self.plan.spec, data, torch.device("cpu"))
-        self.strategy = get_train_strategy("ddp", **arguments(self.plan, self.model))
+        self._set_up(planned(world_size(), {"train": train}), rank)
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, strategy: str) -> Rank:
+        """A rank of any plan, with a strategy in place of its own."""
+        made = cls.__new__(cls)
+        made._set_up(plan, rank, strategy)
+        return made
+
+    def _set_up(self, plan: Plan, rank: int, strategy: str | None = None) -> None:
+        self.plan = plan
+        data = build_data(plan.spec)
+        name = strategy or plan.spec.train.strategy
+        self.model = (
+            empty_model(plan.spec, data)
+            if is_sharded(name)
+            else build_model(plan.spec, data, torch.device("cpu"))
+        )
+        self.strategy = get_train_strategy(
+            name,
+            **arguments(plan, self.model),
+            replicate=plan.spec.train.replicate,
+            seed=plan.spec.seed,
+        )
         self.strategy.run_setup(NOWHERE, len(data))
-        self.loader = RankLoader(self.plan, data, self.model.draws, rank=rank, start_step=0)
+        self.loader = RankLoader(plan, data, self.model.draws, rank=rank, start_step=0)
 
     def steps(self) -> Iterator[StepInput]:
         return iter(self.loader)
@@ -331,8 +358,24 @@ def test_get_train_strategy_refuses_unknown_arguments() -> None:
 
 
 def test_get_train_strategy_refuses_unknown_strategies() -> None:
-    with pytest.raises(UsageError, match="'horovod' is not available; known: ddp"):
+    with pytest.raises(UsageError, match="'horovod' is not available; known: ddp, fsdp-grad, fsdp"):
         get_train_strategy("horovod", **arguments(planned(1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ddp", DDPStrategy),
+        ("fsdp-grad", FSDPGradStrategy),
+        ("fsdp-full", FSDPFullStrategy),
+        ("fsdp-shard-grad-op", FSDPGradStrategy),
+        ("fsdp-full-shard", FSDPFullStrategy),
+    ],
+)
+def test_strategies_by_name_and_by_the_names_of_vitra(
+    name: str, kind: type[TrainingStrategy]
+) -> None:
+    assert type(get_train_strategy(name, **arguments(planned(1)))) is kind
 
 
 @pytest.mark.parametrize(("whole", "part"), [(7, 2), (2, 4), (9, 9)])
@@ -380,7 +423,7 @@ class Alone:
         agree = Agreement(None)
         self.records = RunRecords(run_dir, ranks, log_interval=1, sample_ids=False)
         self.records.open()
-        checkpoints = Checkpointer(
+        self.checkpoints = Checkpointer(
             store,
             plan=self.plan,
             ranks=ranks,
@@ -396,19 +439,29 @@ class Alone:
             agree,
             StopFlag(),
             self.records,
-            checkpoints,
+            self.checkpoints,
             TrainState(),
         )
         self.data = build_data(self.plan.spec)
         self.model = build_model(self.plan.spec, self.data, torch.device("cpu"))
-        self.strategy = get_train_strategy(
-            "ddp", **arguments(self.plan, self.model), context=self.context
-        )
+        self.set_up()
+        self.strategy = self.build(context=self.context, **arguments(self.plan, self.model))
         self.strategy.run_setup(root, len(self.data))
 
-    def train(self, save_interval: int = 4) -> LoopEnd:
+    def set_up(self) -> None:
+        """What is done to the model before the strategy has it."""
+
+    def build(self, **known: Any) -> TrainingStrategy:
+        return get_train_strategy("ddp", **known)
+
+    def train(self, save_interval: int = 4, *, save_full_model: bool = True) -> LoopEnd:
         loader = RankLoader(self.plan, self.data, self.model.draws, rank=0, start_step=0)
-        return self.strategy.run_training(loader, VLAMetrics(self.records), save_interval)
+        return self.strategy.run_training(
+            loader,
+            VLAMetrics(self.records),
+            save_interval=save_interval,
+            save_full_model=save_full_model,
+        )
 
 
 def moments(strategy: TrainingStrategy) -> dict[str, Tensor]:
@@ -443,6 +496,38 @@ def test_a_strategy_saves_and_loads_by_itself(tmp_path: Path) -> None:
     second.context.state.step = 7
     second.strategy.save_checkpoint(tmp_path, 7, 0)
     assert (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").exists()
+
+
+def test_only_what_is_trained_is_saved_and_the_rest_stays(tmp_path: Path) -> None:
+    frozen = "head.null_condition"
+
+    class Partly(Alone):
+        def set_up(self) -> None:
+            self.model.get_parameter(frozen).requires_grad_(False)
+
+    first = Partly(tmp_path)
+    assert first.strategy.untrained() == {frozen}
+    before = first.model.get_parameter(frozen).detach().clone()
+    assert first.train(save_full_model=False) is LoopEnd.FINISHED
+    (index,) = (tmp_path / "checkpoints" / "step-00000006").glob("index-*.json")
+    document = json.loads(index.read_bytes())
+    names = {name.removeprefix("model.") for name in document["tensors"] if name[0] == "m"}
+    assert names == first.strategy.named_state().keys() - {frozen}
+    assert document["state"]["only_trainable"]
+
+    second = Partly(tmp_path)
+    second.model.get_parameter(frozen).data.fill_(7.0)
+    second.checkpoints.restore(second.strategy, second.context.state)
+    assert second.context.state.step == 6
+    trained = dict(first.strategy.named_state())
+    for name, tensor in second.strategy.named_state().items():
+        if name != frozen:
+            assert torch.equal(tensor, trained[name]), name
+    assert torch.equal(second.model.get_parameter(frozen), torch.full_like(before, 7.0))
+    # One that trains it has no business with such a checkpoint.
+    third = Alone(tmp_path)
+    with pytest.raises(IncompatibleCheckpoint, match="optimizer group"):
+        third.checkpoints.restore(third.strategy, third.context.state)
 
 
 def test_what_cannot_be_loaded_is_an_error_that_names_it(tmp_path: Path) -> None:

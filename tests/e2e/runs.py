@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 #: Figures that tell how a step was computed, not what came of it.
-_NOT_COMPARED = ("step_time_s", "attempt")
+_NOT_COMPARED = ("step_time_s", "data_wait_s", "memory_bytes", "attempt")
 
 
 def spec(world: int, **changes: Mapping[str, Any]) -> dict[str, Any]:

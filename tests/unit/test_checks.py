@@ -75,6 +75,21 @@ def look(model: str = "Model", data: str = "Data", **more: Any) -> dict[str, Any
     return json.loads(out.getvalue())
 
 
+class Scaled(Line):
+    def __init__(self, options: Any, context: Any) -> None:
+        super().__init__(options, context)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp-grad", "fsdp-full"])
+def test_a_model_that_cannot_be_sharded(strategy: str) -> None:
+    train = {"global_batch_size": 4, "max_steps": 2, "strategy": strategy}
+    message = look("Scaled", train=train)["message"]
+    assert message == "the parameter 'scale' is a scalar, which cannot be sharded"
+    assert "error" not in look("Scaled")
+    assert "error" not in look(train=train)
+
+
 def test_sound_components() -> None:
     answer = look()
     assert "error" not in answer, answer

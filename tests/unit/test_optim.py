@@ -66,6 +66,7 @@ def test_every_parameter_is_in_the_one_group_that_is_its_own() -> None:
         ("x.scale", (), False),
         ("x.bias", (2, 2), False),
         ("bias_table", (2, 2), True),
+        ("backbone.cognition_token", (1, 8), False),
     ],
 )
 def test_what_decays(name: str, shape: tuple[int, ...], expected: bool) -> None:

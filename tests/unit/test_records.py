@@ -174,6 +174,8 @@ def test_a_record_has_the_fields_of_the_contract(tmp_path: Path) -> None:
             lr={"backbone": 0.0, "action_model": 1e-4},
             grad_norm=2.0,
             step_time_s=0.123456789,
+            data_wait_s=0.0234567891,
+            memory_bytes=2**30,
             samples_seen=8,
             attempt=1,
         )
@@ -186,6 +188,8 @@ def test_a_record_has_the_fields_of_the_contract(tmp_path: Path) -> None:
             "lr": {"backbone": 0.0, "action_model": 1e-4},
             "grad_norm": 2.0,
             "step_time_s": 0.123457,
+            "data_wait_s": 0.023457,
+            "memory_bytes": 2**30,
             "samples_seen": 8,
             "attempt": 1,
         }

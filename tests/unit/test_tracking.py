@@ -25,6 +25,8 @@ RECORD: dict[str, Any] = {
     "lr": {"backbone": 1e-5, "action_model": 2e-5},
     "grad_norm": 0.5,
     "step_time_s": 0.25,
+    "data_wait_s": 0.125,
+    "memory_bytes": 3 * 2**29,
     "samples_seen": 56,
     "attempt": 2,
 }
@@ -47,6 +49,8 @@ def test_the_names_of_vitras_dashboards() -> None:
         "VLA Train/Action Model Learning Rate": 2e-5,
         "VLA Train/Step Time": 0.25,
         "Other/Gradient Norm": 0.5,
+        "Other/Data Wait": 0.125,
+        "Other/Memory (GiB)": 1.5,
         "Other/Samples Seen": 56,
         "Other/Samples per Second": 32.0,
         "Other/Attempt": 2,

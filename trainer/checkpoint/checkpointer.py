@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.agree import Agreement
-from trainer.checkpoint.codec import (
-    index_file,
-    load_tensors,
-    parse_index,
-    save_tensors,
-    tensor_shapes,
-)
+from trainer.checkpoint.codec import index_file, parse_index, save_tensors, tensor_shapes
+from trainer.checkpoint.spread import load_spread
 from trainer.optim import check_same_groups
 from trainer.records import RunRecords
 from trainer.spec.errors import (
@@ -84,8 +79,18 @@ class Checkpointer:
         self._resumed_step: int | None = None
         self.saved_step: int | None = None
 
-    def save(self, strategy: TrainingStrategy, state: TrainState, *, must_succeed: bool) -> bool:
+    def save(
+        self,
+        strategy: TrainingStrategy,
+        state: TrainState,
+        *,
+        must_succeed: bool,
+        only_trainable: bool = False,
+    ) -> bool:
         """Commit a checkpoint of the present step; True once it is durable on every rank's word.
+
+        With `only_trainable` it leaves out the weights that no optimizer group has: whoever resumes
+        from it keeps those that the model has by then.
 
         A periodic save that fails is a loud warning, and the second in a row ends the run; the
         newest good checkpoint stays valid throughout.
@@ -98,7 +103,7 @@ class Checkpointer:
         self._pulse.reached(Phase.SAVING, state.step)
         try:
             self._agree_or_raise(self._look_for_newer_attempt)
-            self._save(strategy, state)
+            self._save(strategy, state, only_trainable)
         except StorageError as err:
             self._failed_saves += 1
             reason = str(err)
@@ -222,7 +227,8 @@ class Checkpointer:
 
         tensors: dict[str, Tensor] = {}
         if weights:
-            tensors |= {_MODEL + name: tensor for name, tensor in strategy.named_state().items()}
+            left_out = strategy.untrained() if saved.get("only_trainable") else frozenset()
+            tensors |= _weights_of(strategy, left_out)
             _check_same_tensors({n: t for n, t in shapes.items() if n.startswith(_MODEL)}, tensors)
         moments = _empty_moments(strategy, shapes)
         tensors |= {
@@ -230,7 +236,7 @@ class Checkpointer:
             for name, entry in moments.items()
             for key, tensor in entry.items()
         }
-        load_tensors(
+        load_spread(
             tensors,
             index,
             read=lambda name, start, length: store.storage.read_range(
@@ -244,7 +250,7 @@ class Checkpointer:
             optimizer.state[parameters[name]] = entry
         schedule.load_state_dict(position)
 
-    def _save(self, strategy: TrainingStrategy, state: TrainState) -> None:
+    def _save(self, strategy: TrainingStrategy, state: TrainState, only_trainable: bool) -> None:
         attempt = self._ranks.attempt
 
         def ready() -> None:
@@ -252,7 +258,7 @@ class Checkpointer:
             self._records.sync()
 
         self._agree_or_raise(ready)
-        tensors = _tensors_of(strategy)
+        tensors = _tensors_of(strategy, strategy.untrained() if only_trainable else frozenset())
         self._pulse.mark()
         written = save_tensors(
             tensors,
@@ -265,7 +271,7 @@ class Checkpointer:
         def commit() -> None:
             assert written is not None, "rank 0 holds the index"
             index, entries = written
-            index["state"] = _state_document(strategy)
+            index["state"] = _state_document(strategy) | {"only_trainable": only_trainable}
             entries.append(
                 self._store.create_file(
                     state.step, index_name(attempt), [json.dumps(index).encode()]
@@ -366,10 +372,16 @@ def _check_finite(strategy: TrainingStrategy, step: int) -> None:
             )
 
 
-def _tensors_of(strategy: TrainingStrategy) -> dict[str, Tensor]:
+def _weights_of(strategy: TrainingStrategy, left_out: Collection[str]) -> dict[str, Tensor]:
+    """Parameters and buffers under the names that they have in a checkpoint."""
+    state = strategy.named_state().items()
+    return {_MODEL + name: tensor for name, tensor in state if name not in left_out}
+
+
+def _tensors_of(strategy: TrainingStrategy, left_out: Collection[str]) -> dict[str, Tensor]:
     """Model and optimizer state under flat names: the live tensors."""
     assert strategy.optimizer is not None
-    tensors = {_MODEL + name: tensor for name, tensor in strategy.named_state().items()}
+    tensors = _weights_of(strategy, left_out)
     for name, parameter in strategy.named_parameters():
         for key, value in strategy.optimizer.state.get(parameter, {}).items():
             assert isinstance(value, Tensor), f"optimizer state {name}.{key} is no tensor"
@@ -412,7 +424,7 @@ def _empty_moments(
         # zeros_like keeps the layout of a sharded parameter; the step counter is a plain scalar.
         moments.setdefault(name, {})[key] = (
             torch.zeros_like(like, dtype=dtype)
-            if shape == like.shape
+            if shape == like.shape and shape
             else torch.zeros(shape, dtype=dtype, device=like.device)
         )
     return moments

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,16 @@ def load_tensors(
     *,
     read: ReadRange,
     group: dist.ProcessGroup | None,
+    skip: Container[str] = (),
 ) -> None:
     """Fill `tensors` in place from a checkpoint, each rank reading only what it needs.
 
     Collective over `group`. Every name must be in the index, with the same global shape: check that
-    first (`tensor_shapes`).
+    first (`tensor_shapes`). Every rank passes the same names; those that it has in `skip` it leaves
+    as they are.
     """
     reader = _ShardReader(index, read)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _PartialLoadPlanner(skip)
     with _in_group(group) as arguments:
         load(tensors, storage_reader=reader, planner=planner, **arguments)
 
@@ -260,6 +262,20 @@ class _ShardWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the base class's signature
         return False  # a checkpoint is never named by path here
+
+
+class _PartialLoadPlanner(DefaultLoadPlanner):
+    """Plans to read all tensors but some."""
+
+    def __init__(self, skip: Container[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._skip = skip
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return replace(
+            plan, items=[item for item in plan.items if item.dest_index.fqn not in self._skip]
+        )
 
 
 class _ShardReader(StorageReader):

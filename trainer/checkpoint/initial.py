@@ -19,6 +19,7 @@ from trainer.checkpoint.codec import (
 from trainer.spec.errors import CorruptCheckpoint, IncompatibleCheckpoint, NotFound
 from trainer.spec.ranks import RankInfo
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, Digest, FileEntry
+from trainer.weights import copy_whole
 
 if TYPE_CHECKING:
     from trainer.strategies.base import TrainingStrategy
@@ -95,7 +96,7 @@ def _load_safetensors(path: Path, wanted: dict[str, torch.Tensor]) -> None:
             names = file.keys()
             _check({n: torch.Size(file.get_slice(n).get_shape()) for n in names}, wanted)
             for name, tensor in wanted.items():
-                tensor.copy_(file.get_tensor(name))
+                copy_whole(tensor, file.get_tensor(name))
     except SafetensorError as err:
         raise CorruptCheckpoint(f"no safetensors file: {err}") from err
 

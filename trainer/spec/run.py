@@ -65,15 +65,14 @@ GpuRequest = Literal["gpus-per-node", "gres", "none"]
 WandbMode = Literal["online", "offline", "disabled"]
 RestartCause = Literal["preemption", "time_limit", "node_failure", "hang", "error", "out_of_memory"]
 
-_STRATEGY = Choice(
-    get_args(Strategy),
-    {
-        "fsdp-shard-grad-op": "fsdp-grad",
-        "shard-grad-op": "fsdp-grad",
-        "fsdp-full-shard": "fsdp-full",
-        "full-shard": "fsdp-full",
-    },
-)
+#: What VITRA's configurations call the strategies.
+STRATEGY_ALIASES = {
+    "fsdp-shard-grad-op": "fsdp-grad",
+    "shard-grad-op": "fsdp-grad",
+    "fsdp-full-shard": "fsdp-full",
+    "full-shard": "fsdp-full",
+}
+_STRATEGY = Choice(get_args(Strategy), STRATEGY_ALIASES)
 _SCHEDULE = Choice(
     get_args(Schedule),
     {

@@ -24,23 +24,29 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.tensor import DTensor
 
 from trainer.components import Batch
 from trainer.context import TrainContext
 from trainer.loop import LoopEnd, train
 from trainer.metrics import VLAMetrics
-from trainer.optim import LearningRates, build_optimizer, parameter_groups, parameter_role
+from trainer.optim import (
+    LearningRates,
+    bind_parameters,
+    build_optimizer,
+    parameter_groups,
+)
 from trainer.spec.errors import PlanError, UsageError
 from trainer.spec.schedule import BACKBONE, Schedule
-
-_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+from trainer.weights import author_name
 
 
 class TrainingStrategy(ABC):
     """How a model is laid out over ranks, stepped, saved and restored.
 
     Args:
-        vla: the model (trainer.components.Model); each rank holds one, with equal weights.
+        vla: the model (trainer.components.Model); each rank holds one, with equal weights. A
+            strategy that shards takes it on the meta device too, and fills it from `seed`.
         device_id: index of this process's accelerator; ignored on CPU.
         stage: a name for logs.
         epochs, max_steps: length of the run; `max_steps` decides if set. Optimizer steps.
@@ -53,6 +59,8 @@ class TrainingStrategy(ABC):
         enable_mixed_precision_training, mixed_precision_dtype: autocast the forward pass.
         reduce_in_full_precision: reduce gradients in float32 rather than in the mixed precision.
         repeated_diffusion_steps: diffusion draws per sample; the model was built with it.
+        replicate: groups of ranks that each hold all of a sharded model (hybrid sharding).
+        seed: of the initial weights, for a model on the meta device.
 
     Raises:
         PlanError: the batch sizes do not divide exactly.
@@ -83,6 +91,8 @@ class TrainingStrategy(ABC):
         betas: tuple[float, float] = (0.9, 0.95),
         min_lr_ratio: float = 0.1,
         freeze_steps: int = 0,
+        replicate: int = 1,
+        seed: int | None = None,
         context: TrainContext | None = None,
         **unknown: Any,
     ) -> None:
@@ -109,6 +119,8 @@ class TrainingStrategy(ABC):
         self.betas = betas
         self.min_lr_ratio = min_lr_ratio
         self.freeze_steps = freeze_steps
+        self.replicate = replicate
+        self.seed = seed
         self.context = context
 
         self.optimizer: torch.optim.Optimizer | None = None
@@ -132,8 +144,11 @@ class TrainingStrategy(ABC):
         """Wrap the model, build optimizer and schedule. `n_train_examples` counts samples."""
 
     @abstractmethod
-    def clip_grad_norm(self) -> float:
-        """Clip gradients to `max_grad_norm`; returns the global norm before it. Collective."""
+    def clip_grad_norm(self) -> float | None:
+        """Clip gradients to `max_grad_norm`; returns the global norm before it. Collective.
+
+        VITRA's own strategies return None; then the norm after clipping is what is recorded.
+        """
 
     def save_checkpoint(
         self,
@@ -146,19 +161,20 @@ class TrainingStrategy(ABC):
         """Save the whole state at the present step. Collective; returns once it is committed.
 
         The place and the files' names are the run's (contract section 4), so `run_dir` and
-        `train_loss` only serve subclasses; frozen parameters are saved too, whatever
-        `only_trainable` says, since a resume needs them.
+        `train_loss` only serve subclasses. With `only_trainable` the weights of parameters that are
+        never trained are left out, and a resume keeps those that the model is built with. A
+        backbone that is frozen for the first steps is not among them.
 
         Raises:
             CheckpointError: it could not be saved; the previous checkpoint stays valid.
         """
-        del run_dir, train_loss, only_trainable, epoch
+        del run_dir, train_loss, epoch
         ctx = self._need_context()
         if global_step != ctx.state.step:
             raise UsageError(
                 f"global_step={global_step}: only the present step, {ctx.state.step}, can be saved"
             )
-        ctx.checkpoints.save(self, ctx.state, must_succeed=True)
+        ctx.checkpoints.save(self, ctx.state, must_succeed=True, only_trainable=only_trainable)
 
     def load_optimizer_and_scheduler(self, checkpoint_path: str) -> None:
         """Restore optimizer and schedule from one checkpoint directory (`step-...`). Collective.
@@ -179,11 +195,13 @@ class TrainingStrategy(ABC):
         """Train to the last step or until asked to stop. Collective.
 
         `dataloader` yields a trainer.data.loader.StepInput for each step after `start_global_step`.
+        Without `save_full_model` the checkpoints hold only what is trained, see `save_checkpoint`.
         """
-        del save_full_model  # the whole model is always saved: a resume needs it
         ctx = self._need_context()
         assert start_global_step == ctx.state.step, (start_global_step, ctx.state.step)
-        return train(self, dataloader, metrics, ctx, save_interval)
+        return train(
+            self, dataloader, metrics, ctx, save_interval, only_trainable=not save_full_model
+        )
 
     # What the loop and the checkpoints use, the same for every strategy unless it says otherwise.
 
@@ -225,6 +243,11 @@ class TrainingStrategy(ABC):
             (loss_sum * scale).backward()
         return loss_sum.detach()
 
+    def clip(self) -> float:
+        """Clip gradients; the global norm as far as `clip_grad_norm` tells it. Collective."""
+        norm = self.clip_grad_norm()
+        return float(self._grad_norm()) if norm is None else norm
+
     def apply_step(self) -> None:
         """Apply the gradients."""
         assert self.optimizer is not None
@@ -238,25 +261,38 @@ class TrainingStrategy(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters by the names that its author gave them, whatever wraps it."""
         for name, parameter in self.vla.named_parameters():
-            yield name.replace(_WRAPPER_PREFIX, ""), parameter
+            yield author_name(name), parameter
 
     def named_state(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by name: the live tensors, not copies."""
         return {
-            name.replace(_WRAPPER_PREFIX, ""): tensor.detach()
+            author_name(name): tensor.detach()
             for name, tensor in self.vla.state_dict(keep_vars=True).items()
         }
 
+    def untrained(self) -> frozenset[str]:
+        """The names of parameters that are in no optimizer group: they never change."""
+        assert self.optimizer is not None, "run_setup comes first"
+        trained = {n for g in self.optimizer.param_groups for n in g["parameter_names"]}
+        return frozenset(name for name, _ in self.named_parameters() if name not in trained)
+
+    def _grad_norm(self) -> Tensor:
+        """The global norm of all gradients, sharded ones included. Collective."""
+        norm = nn.utils.get_total_norm(
+            [p.grad for _, p in self.named_parameters() if p.grad is not None]
+        )
+        # Of sharded gradients it is known by parts.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
     def _prepare(self, n_train_examples: int) -> None:
-        """Optimizer, schedule and activation checkpointing: what precedes the wrapping."""
-        total = self.max_steps
-        if total is None:
-            if self.context is None or self.context.plan.total_steps is None:
-                assert self.epochs is not None, "one of epochs and max_steps"
-                total = math.ceil(self.epochs * n_train_examples / self.global_batch_size)
-            else:
-                total = self.context.plan.total_steps
-        groups = parameter_groups(
+        """Optimizer, schedule and activation checkpointing: what precedes the wrapping by DDP."""
+        groups = self._groups()
+        self._recompute_activations()
+        self._optimize(groups, n_train_examples)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, by the names and shapes that the model's author gave."""
+        return parameter_groups(
             self.named_parameters(),
             self.vla.backbone_prefixes,
             learning_rate=self.learning_rate,
@@ -264,7 +300,30 @@ class TrainingStrategy(ABC):
             action_model_learning_rate=self.action_model_learning_rate,
             action_model_weight_decay=self.action_model_weight_decay,
         )
+
+    def _recompute_activations(self) -> None:
+        if not self.enable_gradient_checkpointing:
+            return
+        classes = tuple(self.vla.checkpoint_classes)
+        apply_activation_checkpointing(
+            self.vla,
+            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
+                module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+            ),
+            check_fn=lambda module: isinstance(module, classes),
+        )
+
+    def _optimize(self, groups: list[dict[str, Any]], n_train_examples: int) -> None:
+        """Build optimizer and schedule over the parameters as they are now."""
+        bind_parameters(groups, self.named_parameters())
         self.optimizer = build_optimizer(groups, self.betas)
+        total = self.max_steps
+        if total is None:
+            if self.context is None or self.context.plan.total_steps is None:
+                assert self.epochs is not None, "one of epochs and max_steps"
+                total = math.ceil(self.epochs * n_train_examples / self.global_batch_size)
+            else:
+                total = self.context.plan.total_steps
         schedule = Schedule(
             self.lr_scheduler_type,
             total,
@@ -273,23 +332,17 @@ class TrainingStrategy(ABC):
             freeze_steps=self.freeze_steps,
         )
         self.lr_scheduler = LearningRates(self.optimizer, schedule)
-        if self.enable_gradient_checkpointing:
-            classes = tuple(self.vla.checkpoint_classes)
-            apply_activation_checkpointing(
-                self.vla,
-                checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
-                    module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
-                ),
-                check_fn=lambda module: isinstance(module, classes),
-            )
 
     def _set_frozen(self, frozen: bool) -> None:
         if frozen == self._frozen:
             return
-        # Flipped after wrapping: a parameter frozen before would never get its gradient hooks.
-        for name, parameter in self.named_parameters():
-            if parameter_role(name, self.vla.backbone_prefixes) == BACKBONE:
-                parameter.requires_grad_(not frozen)
+        assert self.optimizer is not None
+        # Flipped after wrapping: a parameter frozen before would never get its gradient hooks. What
+        # the model's author froze for good is in no group, and stays as it is.
+        for group in self.optimizer.param_groups:
+            if group["role"] == BACKBONE:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(not frozen)
         self._frozen = frozen
 
     def _need_context(self) -> TrainContext:

@@ -6,10 +6,21 @@ import difflib
 from typing import Any
 
 from trainer.spec.errors import UsageError
+from trainer.spec.run import STRATEGY_ALIASES
 from trainer.strategies.base import TrainingStrategy, known_arguments
 from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.fsdp import FSDPFullStrategy, FSDPGradStrategy, FSDPStrategy
 
-STRATEGIES: dict[str, type[TrainingStrategy]] = {"ddp": DDPStrategy}
+STRATEGIES: dict[str, type[TrainingStrategy]] = {
+    "ddp": DDPStrategy,
+    "fsdp-grad": FSDPGradStrategy,
+    "fsdp-full": FSDPFullStrategy,
+}
+
+
+def is_sharded(train_strategy: str) -> bool:
+    """Whether a strategy takes its model on the meta device and fills it shard by shard."""
+    return issubclass(STRATEGIES[train_strategy], FSDPStrategy)
 
 
 def get_train_strategy(train_strategy: str, **arguments: Any) -> TrainingStrategy:
@@ -18,6 +29,7 @@ def get_train_strategy(train_strategy: str, **arguments: Any) -> TrainingStrateg
     Raises:
         UsageError: no such strategy, or an argument that the constructor does not know.
     """
+    train_strategy = STRATEGY_ALIASES.get(train_strategy, train_strategy)
     if train_strategy not in STRATEGIES:
         raise UsageError(
             f"train.strategy={train_strategy!r} is not available", f"known: {', '.join(STRATEGIES)}"
