@@ -61,6 +61,13 @@ def test_the_task_process_is_standard_library_only() -> None:
     )
     loaded = said.split()
     assert "launcher.task" in loaded, said
-    ours = {"launcher", "launcher.task", "trainer", "trainer.spec", "trainer.spec.rundir"}
+    ours = {
+        "launcher",
+        "launcher.task",
+        "launcher.slurm_env",
+        "trainer",
+        "trainer.spec",
+        "trainer.spec.rundir",
+    }
     roots = {name.partition(".")[0] for name in loaded if name not in ours}
     assert roots <= sys.stdlib_module_names
