@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from launcher.jobs import job_comment
+from slurm.cluster import NodeProcess
 from tests.cluster.handle import ClusterHandle, Queued
 from tests.conftest import Vitra, VitraServer, tiny_spec
 from trainer.spec.rundir import RunDir, read_lines
@@ -34,6 +38,14 @@ class SlurmVitra(Vitra):
         path.write_text(tiny_spec(**{**SMALL, **spec}))
         answer = self("submit", path, "--json", *words, environ=environ).json
         return Run(self, Path(answer["run_dir"]))
+
+    def submit_document(
+        self, document: Mapping[str, Any], environ: Mapping[str, str] | None = None
+    ) -> Run:
+        """Submit what a whole spec says."""
+        path = self.directory / "spec.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+        return Run(self, Path(self("submit", path, "--json", environ=environ).json["run_dir"]))
 
     def only_run(self) -> Run:
         """The one run there is, whatever has become of its submission."""
@@ -67,6 +79,34 @@ class Run:
         """Its jobs in the queue."""
         queue = self.vitra.cluster.queue()
         return [job for job in queue if job.comment == job_comment(self.id)]
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The judged attempts: their outcome.json, in order."""
+        paths = (self.dir.attempt(number).outcome for number in self.dir.attempt_numbers())
+        return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+    def verdicts(self) -> list[str]:
+        return [attempt["verdict"] for attempt in self.attempts()]
+
+    def wait_for_step(self, step: int, attempt: int = 1) -> None:
+        """Return once an attempt, or a later one, has finished a step."""
+
+        def reached() -> bool:
+            number = max(self.dir.attempt_numbers(), default=0)
+            steps = [record["step"] for record in read_lines(self.dir.attempt(number).metrics)]
+            return number >= attempt and steps[-1:] >= [step]
+
+        self.vitra.cluster.wait_for(f"step {step} of attempt {attempt} of {self.id}", reached)
+
+    def processes(self) -> list[NodeProcess]:
+        """What runs of it on the nodes; `pid` is this machine's."""
+        return [p for p in self.vitra.cluster.processes() if str(self.dir.path) in p.argv]
+
+    def ranks(self) -> list[NodeProcess]:
+        return [p for p in self.processes() if "trainer" in p.argv]
+
+    def batch_log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.dir.path.glob("batch-*.log")))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.dir.events) if event["event"] == name]
