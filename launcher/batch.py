@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from launcher.jobs import begin_submission, claim_run, note_job
+from launcher.jobs import begin_submission, claim_run, effective, note_job
 from launcher.judge import CAUSES
 from launcher.schedulers.base import Interruption
 from launcher.slurm import Job, PastLife, Slurm
@@ -358,7 +358,7 @@ def _supervise(run_dir: RunDir, batch: BatchJob, early: list[int]) -> int:
     record, plan = read_record(run_dir), read_plan(run_dir)
     if (other := claim_run(run_dir, batch.job_id)) is not None:
         raise Fenced(f"the run belongs to job {other}, not to this one ({batch.job_id})")
-    if is_finished(list(read_lines(run_dir.events))):
+    if is_finished(effective(read_lines(run_dir.events))):
         raise Fenced("the run is over; `vitra resume` takes it up again")
     slurm = Slurm(os.environ)
     surroundings = SlurmSurroundings(slurm, batch, run_dir, plan)

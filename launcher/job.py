@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from launcher.hang import Hang, HangGuard, Limits
 from launcher.heartbeat import Heartbeats
+from launcher.jobs import effective
 from launcher.judge import Decision, Finding, PastAttempt, decide, judge
 from launcher.progress import Progress
 from launcher.schedulers.base import Interruption, RankGroup, RankLauncher, Surroundings
@@ -147,7 +148,7 @@ class Supervisor:
             return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts")
         policy = Plan.read(self._run_dir.plan).spec.retry
         finding = Finding(interruption.verdict, interruption.reason)
-        decision = decide(finding, _history(self._run_dir), policy)
+        decision = decide(finding, run_history(self._run_dir), policy)
         if not decision.restart:
             self._surroundings.stay_away()
             return self._finish(decision.state, decision.verdict, decision.reason)
@@ -237,7 +238,7 @@ class Supervisor:
             ended_at=utc_now(),
         )
         _publish(self._run_dir, outcome)
-        return finding, decide(finding, _history(self._run_dir), plan.spec.retry)
+        return finding, decide(finding, run_history(self._run_dir), plan.spec.retry)
 
     def _claim(self, plan: Plan) -> tuple[int, int | None]:
         """Take the next attempt number; returns it and the step that it may resume from at most."""
@@ -460,11 +461,11 @@ def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
     return reports
 
 
-def _history(run_dir: RunDir) -> list[PastAttempt]:
+def run_history(run_dir: RunDir) -> list[PastAttempt]:
     """The judged attempts since a person last started or resumed the run."""
     past: list[PastAttempt] = []
     progressed: set[int] = set()
-    for event in read_lines(run_dir.events):
+    for event in effective(read_lines(run_dir.events)):
         match event.get("event"):
             case "resumed":
                 past = []

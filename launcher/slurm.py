@@ -195,9 +195,13 @@ class Slurm:
         return self._answer("sbatch", "--test-only", stdin=script).stderr.strip()
 
     def submit(self, script: Path, *options: str) -> str:
-        """Submit a batch script with further options; returns the job's id."""
-        answer = self._ask("sbatch", "--parsable", *options, str(script))
-        return answer.strip().partition(";")[0]
+        """Submit a batch script with further options; returns the job's id.
+
+        Asked once only: where there is no answer, there may be a job all the same.
+        """
+        argv = ("sbatch", "--parsable", *options, str(script))
+        answer = self._answer(*argv, environ=self._job_environ)
+        return answer.stdout.decode(errors="replace").strip().partition(";")[0]
 
     def requeue(self, job_id: str) -> None:
         self._ask("scontrol", "requeue", job_id, empty_is_fine=True)
@@ -298,9 +302,16 @@ class Slurm:
             time.sleep(0.05 * 2**attempt)
         raise SchedulerUnavailable(f"{argv[0]} {argv[1]} answered with nothing")
 
-    def _answer(self, *argv: str, stdin: bytes = b"", timeout_s: float = ANSWER_S) -> shell.Answer:
+    def _answer(
+        self,
+        *argv: str,
+        stdin: bytes = b"",
+        timeout_s: float = ANSWER_S,
+        environ: Mapping[str, str] | None = None,
+    ) -> shell.Answer:
+        env = self._environ if environ is None else environ
         try:
-            answer = shell.run(argv, timeout_s=timeout_s, stdin=stdin, env=self._environ)
+            answer = shell.run(argv, timeout_s=timeout_s, stdin=stdin, env=env)
         except shell.CommandTimedOut as err:
             raise SchedulerUnavailable(err.message) from err
         except OSError as err:

@@ -17,8 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.cancel import cancel_run, record_end
-from launcher.job import _history as run_history  # pyright: ignore[reportPrivateUsage]
-from launcher.job import close_unjudged
+from launcher.job import close_unjudged, run_history
 from launcher.jobs import current_job, effective, note_job
 from launcher.judge import Finding, decide
 from launcher.lock import RunLock

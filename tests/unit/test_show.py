@@ -53,8 +53,6 @@ def test_local_lines_stay_short() -> None:
 
 STATUS: dict[str, Any] = {
     "run_id": "a-20260101-000000-abcd",
-    "job_id": None,
-    "job_state": None,
     "run_dir": "/runs/a-20260101-000000-abcd",
     "name": "a",
     "state": "failed",
