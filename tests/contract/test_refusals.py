@@ -207,6 +207,7 @@ def _components(vitra: Vitra) -> None:
     vitra.environ = {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+@pytest.mark.slow
 def test_own_component_that_raises(vitra: Vitra) -> None:
     _components(vitra)
     vitra.spec(data__kind="own:raises", data__options={})

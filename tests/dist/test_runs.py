@@ -28,12 +28,14 @@ def assert_same_state(one: Checkpoint, other: Checkpoint) -> None:
 
 # -- World sizes -------------------------------------------------------------------------------
 
-TWENTY: dict[str, Any] = {"train": {"max_steps": 20, "learning_rate": 1e-3}}
+TWENTY: dict[str, Any] = {
+    "train": {"max_steps": 20, "learning_rate": 1e-3, "per_device_batch_size": 4}
+}
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """Twenty steps with 1, 2 and 4 ranks: accumulation 8, 4 and 2."""
+    """Twenty steps with 1, 2 and 4 ranks: accumulation 4, 2 and 1."""
     runs: dict[int, Run] = {}
     for world in (1, 2, 4):
         runs[world] = Run(tmp_path_factory.mktemp("world"), world, TWENTY)
@@ -78,8 +80,8 @@ def test_the_loss_is_the_exact_mean_over_the_global_batch(worlds: dict[int, Run]
     for run in worlds.values():
         assert run.losses()[0] == pytest.approx(exact, rel=1e-6)
     # The mean of the micro-batches' means is another number: the masks are unequal.
-    halves = [np.sum(sums[i : i + 2]) / np.sum(counts[i : i + 2]) for i in range(0, 16, 2)]
-    assert abs(np.mean(halves) / exact - 1) > 1e-3
+    parts = [np.sum(sums[i : i + 4]) / np.sum(counts[i : i + 4]) for i in range(0, 16, 4)]
+    assert abs(np.mean(parts) / exact - 1) > 1e-3
 
 
 # -- Interrupted runs --------------------------------------------------------------------------

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dist_helpers import Run, planned
+from dist_helpers import Run, lone_rank, planned
 from safetensors.torch import save_file
 
+from trainer.agree import Agreement
+from trainer.checkpoint.initial import load_initial_weights
+from trainer.spec.errors import CorruptCheckpoint, IncompatibleCheckpoint, NotFound
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
+from trainer.worker import build_data, build_model
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,18 +154,22 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(good, tmp_path / "other.safetensors")
     (tmp_path / "torn.safetensors").write_bytes(b"\x10\0\0")
     (tmp_path / "empty").mkdir()
-    for name, code, error in [
-        ("other.safetensors", 6, "IncompatibleCheckpoint"),
-        ("torn.safetensors", 6, "CorruptCheckpoint"),
-        ("empty", 4, "NotFound"),
-        ("missing", 4, "NotFound"),
+    plan = planned(1)
+    model = build_model(plan.spec, build_data(plan.spec), torch.device("cpu"))
+    strategy: Any = SimpleNamespace(named_state=model.state_dict)
+    for name, error in [
+        ("other.safetensors", IncompatibleCheckpoint),
+        ("torn.safetensors", CorruptCheckpoint),
+        ("empty", NotFound),
+        ("missing", NotFound),
     ]:
-        place = {"checkpoint": {"init_from": str(tmp_path / name)}}
-        run = Run(tmp_path / f"run-{name}", 1, place)
-        with run.start() as ranks:
-            assert ranks.wait() == [code], name
-            (report,) = ranks.reports()
-        assert report.error == error
-        assert report.message is not None
-        assert f"checkpoint.init_from={tmp_path / name}" in report.message
-        assert run.saved_steps() == []
+        place = tmp_path / name
+        with pytest.raises(error, match=re.escape(f"checkpoint.init_from={place}")):
+            load_initial_weights(str(place), strategy, lone_rank(), Agreement(None))
+    run = Run(tmp_path / "run", 1, {"checkpoint": {"init_from": str(tmp_path / "empty")}})
+    with run.start() as ranks:
+        assert ranks.wait() == [4]
+        (report,) = ranks.reports()
+    assert report.error == "NotFound"
+    assert f"checkpoint.init_from={tmp_path / 'empty'}" in (report.message or "")
+    assert run.saved_steps() == []

@@ -202,7 +202,7 @@ LEVELS = [
 
 
 @given(key=st.from_regex(r"[a-wyz_][a-z0-9_]{0,20}", fullmatch=True))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_random_unknown_key_is_refused_at_every_level(
     tmp_path: Path, level: str, key: str

@@ -49,7 +49,10 @@ def reseed(*key: int | str) -> None:
     torch's CPU generator uses the low 32 bits of its seed only.
     """
     words = keyed_generator(*key).integers(0, 2**32, size=3, dtype=np.uint64)
-    torch.manual_seed(int(words[0]))
+    # Not torch.manual_seed: for each device that is not in use it would note the whole call stack.
+    torch.default_generator.manual_seed(int(words[0]))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(int(words[0]))
     np.random.seed(int(words[1]))
     random.seed(int(words[2]))
 

@@ -76,7 +76,9 @@ class Snapshot(BaseModel):
 
         What is installed in a tree, in a virtual environment, was not copied and is not live.
         """
-        path = path.resolve()
+        if not self.trees:
+            return False
+        path = _real(path)
         if path.is_relative_to(run_dir.code.resolve()):
             return False
         if is_installed(path) or holds_installed(path):
@@ -118,6 +120,21 @@ def import_root(parts: Sequence[str], place: Path) -> Path | None:
 def holds_installed(directory: Path) -> bool:
     """Whether a package manager has put packages right into a directory."""
     return bool(_recorded(directory))
+
+
+def _real(path: Path) -> Path:
+    """`path.resolve()` for one of thousands of files in a few hundred directories.
+
+    By itself it asks the file system about every directory on the way, for each file again.
+    """
+    if not path.is_absolute() or path.is_symlink():
+        return path.resolve()
+    return _real_directory(path.parent) / path.name
+
+
+@cache
+def _real_directory(directory: Path) -> Path:
+    return directory.resolve()
 
 
 @cache
