@@ -47,7 +47,7 @@ def check_origin(snapshot: Snapshot, run_dir: RunDir, spec: RunSpec) -> None:
                 f"was submitted, and is {file} now, not the copy in {code}",
                 "let no code put its own tree first in sys.path, and submit a new run",
             )
-    for name in sorted(sys.modules):
+    for name in sorted(sys.modules) if snapshot.trees else ():
         file = _file_of(name)
         if file is not None and snapshot.is_live(file, run_dir):
             log.warning("module %s is %s, not its copy: it may have changed", name, file)

@@ -8,34 +8,48 @@ import pytest
 
 from tests.conftest import run_python, tiny_spec, vitra_command
 
+#: The frugal ones first, since one interpreter runs them all: what is not there after a command
+#: has been loaded by none of those before it either.
 TORCH_FREE = {
     "help": (["--help"], {"torch", "pydantic", "submitit", "wandb", "numpy", "fsspec"}),
+    "schema": (["schema"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
+    "init": (["init", "--list"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
+    "ps": (["ps"], {"torch", "s3fs", "wandb", "submitit", "numpy", "fsspec", "yaml"}),
+    "logs": (["logs", "absent"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
     "plan": (["plan", "SPEC"], {"torch", "s3fs", "wandb", "submitit", "numpy"}),
     "dry-run": (["submit", "SPEC", "--dry-run"], {"torch", "s3fs", "wandb", "numpy"}),
     "status": (["status", "absent"], {"torch", "s3fs", "wandb", "submitit"}),
-    "ps": (["ps"], {"torch", "s3fs", "wandb", "submitit", "numpy", "fsspec", "yaml"}),
-    "logs": (["logs", "absent"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
-    "schema": (["schema"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
-    "init": (["init", "--list"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
     "export": (["export", "absent", "--to", "x"], {"torch", "safetensors", "wandb", "submitit"}),
 }
+_RUN_EACH = """
+import runpy, sys
+for words in COMMANDS:
+    sys.argv = ["vitra", *words]
+    try:
+        runpy.run_path(VITRA, run_name="__main__")
+    except SystemExit:
+        print("\\nLOADED", *sys.modules)
+"""
 
 
-@pytest.mark.parametrize(("words", "unwanted"), TORCH_FREE.values(), ids=TORCH_FREE.keys())
-def test_command_loads_no_more_than_it_needs(
-    tmp_path_factory: pytest.TempPathFactory, words: list[str], unwanted: set[str]
-) -> None:
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The packages that there are after each command."""
     spec = tmp_path_factory.mktemp("imports") / "spec.yaml"
     spec.write_text(tiny_spec())
-    arguments = [str(spec) if word == "SPEC" else word for word in words]
-    said = run_python(
-        f"import runpy, sys\nsys.argv = ['vitra', *{arguments!r}]\n"
-        f"try: runpy.run_path({vitra_command()!r}, run_name='__main__')\n"
-        "finally: print('LOADED', *sys.modules)"
-    )
-    loaded = {name.partition(".")[0] for name in said.partition("LOADED")[2].split()}
-    assert "launcher" in loaded, said
-    assert not loaded & unwanted
+    commands = [
+        [str(spec) if word == "SPEC" else word for word in c] for c, _ in TORCH_FREE.values()
+    ]
+    said = run_python(f"VITRA, COMMANDS = {vitra_command()!r}, {commands!r}\n{_RUN_EACH}")
+    lines = [line.split()[1:] for line in said.splitlines() if line.startswith("LOADED ")]
+    found = [{name.partition(".")[0] for name in line} for line in lines]
+    return dict(zip(TORCH_FREE, found, strict=True))
+
+
+@pytest.mark.parametrize("command", TORCH_FREE)
+def test_command_loads_no_more_than_it_needs(loaded: dict[str, set[str]], command: str) -> None:
+    assert "launcher" in loaded[command]
+    assert not loaded[command] & TORCH_FREE[command][1]
 
 
 def test_the_shared_contract_loads_neither_torch_nor_the_rest() -> None:

@@ -23,9 +23,8 @@ def first_child_of(task: subprocess.Popen[bytes]) -> int:
     return int(found[0])
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_stop_cannot_kill_a_trainer_that_is_just_starting(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -275,9 +275,9 @@ def test_a_server_that_comes_back_gets_every_step(tmp_path: Path, environ: dict[
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        ("no key", "No API key"),
+        pytest.param("no key", "No API key", marks=pytest.mark.slow),
         ("not installed", "cannot be imported: ModuleNotFoundError: No module named 'wandb'"),
-        ("unwritable", "cannot write to"),
+        pytest.param("unwritable", "cannot write to", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_get_better_is_one_warning_and_given_up(

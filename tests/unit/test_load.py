@@ -766,7 +766,7 @@ PIECES = st.sampled_from(
     whole=st.booleans(),
 )
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_text_loads_or_is_refused_in_lines(
     tmp_path: Path, text: str, override: str, whole: bool
@@ -784,7 +784,7 @@ def test_any_text_loads_or_is_refused_in_lines(
 
 
 @given(data=st.binary(max_size=80))
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(SpecError):
         load(tmp_path, data)
@@ -792,7 +792,7 @@ def test_any_bytes_are_refused(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.skipif(not hasattr(yaml, "CSafeLoader"), reason="PyYAML without its C parser")
 @given(text=st.lists(PIECES, max_size=20).map("".join))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_both_parsers_of_pyyaml_make_the_same_tree(text: str) -> None:
     # What the parsers say of a syntax error differs; what they make of sound text must not.
     trees: list[object] = []
@@ -823,8 +823,8 @@ def outline(node: yaml_tree.Node | None) -> object:
 
 
 def test_a_file_that_is_no_spec_at_all_is_refused_in_good_time(tmp_path: Path) -> None:
-    data = "".join(f"key_{n}: {n}\n" for n in range(20_000))
-    assert len(faults(tmp_path, data)) > 20_000
+    data = "".join(f"key_{n}: {n}\n" for n in range(10_000))
+    assert len(faults(tmp_path, data)) > 10_000
 
 
 def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:

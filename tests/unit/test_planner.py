@@ -115,7 +115,7 @@ cases = st.builds(
 
 
 @given(cases)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_plan_is_exact_and_a_refusal_is_right(case: Case) -> None:
     counts = range(case.least, case.most + 1)
     possible = {n: s for n in counts if (s := case.solutions(n))}
@@ -173,7 +173,7 @@ def changed_value(field: str, case: Case) -> int:
 
 
 @given(cases.filter(lambda case: not case.workable()))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_a_refusal_proposes_works_and_is_nearest(case: Case) -> None:
     doc = case.document()
     with pytest.raises(NoExactPlan) as refused:
