@@ -11,7 +11,8 @@ import torch
 
 from trainer.context import TrainContext
 from trainer.data.loader import StepInput, reseed
-from trainer.metrics import StepMetrics, VLAMetrics, peak_memory_bytes
+from trainer.memory import peak_memory_bytes
+from trainer.metrics import StepMetrics, VLAMetrics
 from trainer.spec.errors import NonFiniteLoss
 from trainer.spec.pulse import Phase
 

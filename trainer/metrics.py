@@ -1,12 +1,12 @@
-"""The figures of a step, on their way to metrics.jsonl and to a tracker."""
+"""The figures of a step, on their way to metrics.jsonl and to a tracker.
+
+Free of torch, whose threads the process that sends to a tracker can do without.
+"""
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from trainer.records import RunRecords
 from trainer.spec.schedule import ACTION_MODEL, BACKBONE
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 _PREFIX = "VLA Train"
 _RATE_NAMES = {BACKBONE: "Backbone Learning Rate", ACTION_MODEL: "Action Model Learning Rate"}
-#: Linux counts resident memory in KiB.
-_RSS_UNIT_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class StepMetrics:
 
     `loss` is the mean over every valid element of the global batch, `lr` the rate by role,
     `grad_norm` the global norm before clipping, `step_time_s` the wall time with the wait for data,
-    which is `data_wait_s` of it. Both, and `memory_bytes` (`peak_memory_bytes`), are this rank's.
+    which is `data_wait_s` of it. Both, and `memory_bytes` (`trainer.memory`), are this rank's.
     """
 
     step: int
@@ -57,13 +55,6 @@ class VLAMetrics:
         self._records.step({**vars(metrics), **times})
         if self._tracker is not None:
             self._tracker.poll()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far: of the GPU where it has one, else RAM."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
 
 
 def tracker_metrics(record: dict[str, Any], global_batch_size: int) -> dict[str, float]:

@@ -52,6 +52,13 @@ def test_command_loads_no_more_than_it_needs(loaded: dict[str, set[str]], comman
     assert not loaded[command] & TORCH_FREE[command][1]
 
 
+def test_the_sender_to_a_tracker_loads_no_torch() -> None:
+    """A thread of a library's, started before signals are blocked, would let one through."""
+    loaded = run_python("import sys, trainer.wandb_sender\nprint(*sys.modules)").split()
+    assert "trainer.wandb_sender" in loaded
+    assert not {"torch", "numpy"} & {*loaded}
+
+
 def test_the_shared_contract_loads_neither_torch_nor_the_rest() -> None:
     said = run_python(
         "import importlib, pkgutil, sys, trainer.spec\n"
