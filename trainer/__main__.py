@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -83,9 +84,11 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
 
         code = run(run_dir, os.environ, stop, state, keep, at_end, pulse)
     except VitraError as err:
+        _hear_no_more_of_data_workers()
         logging.getLogger(__name__).error("%s: %s", type(err).__name__, err)
         error, code = err, err.exit_code
     except BaseException as err:  # noqa: BLE001 - the supervisor is told, whatever it was
+        _hear_no_more_of_data_workers()
         with suppress(OSError):
             traceback.print_exc()
         error, code = err, 1
@@ -108,6 +111,11 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
     for end in at_end:
         end(code)
     _leave(code)
+
+
+def _hear_no_more_of_data_workers() -> None:
+    """torch raises in the middle of anything when a worker has died; not while that is reported."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _leave(code: int) -> NoReturn:
