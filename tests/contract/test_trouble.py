@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from trainer.spec.rundir import read_lines
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COMPONENTS = Path(__file__).parent / "components"
-SECRET = "marker-of-a-secret"
+#: Drawn anew, since the code of a run, which is copied, holds this file.
+SECRET = secrets.token_hex(12)
 
 
 @pytest.fixture
