@@ -84,7 +84,7 @@ SPEC: dict[str, Any] = {
     "train": {
         "max_steps": 6,
         "global_batch_size": 16,
-        "per_device_batch_size": 4,
+        "per_device_batch_size": 2,
         "learning_rate": 3e-3,
         "repeated_diffusion_steps": 2,
         "enable_mixed_precision_training": False,

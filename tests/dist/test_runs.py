@@ -28,7 +28,9 @@ def assert_same_state(one: Checkpoint, other: Checkpoint) -> None:
 
 # -- World sizes -------------------------------------------------------------------------------
 
-TWENTY: dict[str, Any] = {"train": {"max_steps": 20, "learning_rate": 1e-3}}
+TWENTY: dict[str, Any] = {
+    "train": {"max_steps": 20, "learning_rate": 1e-3, "per_device_batch_size": 4}
+}
 
 
 @pytest.fixture(scope="module")

@@ -328,7 +328,7 @@ def test_the_arguments_may_come_by_position() -> None:
     strategy = Minimal(*arguments(plan, "model").values())
     assert (strategy.vla, strategy.stage) == ("model", "train")
     assert strategy.repeated_diffusion_steps == plan.spec.train.repeated_diffusion_steps
-    assert strategy.grad_accumulation_steps == plan.grad_accumulation_steps == 4
+    assert strategy.grad_accumulation_steps == plan.grad_accumulation_steps == 8
 
 
 def test_an_unknown_argument_of_the_constructor_is_a_warning_each() -> None:
