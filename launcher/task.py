@@ -22,6 +22,9 @@ from types import FrameType
 from launcher.slurm_env import is_step_task, rank_variables
 from trainer.spec.rundir import RunDir, write_atomic
 
+#: `trainer.spec.outcome.EXIT_SAVED`, which costs more to import than this process may take.
+_EXIT_SAVED = 75
+
 _PR_SET_PDEATHSIG = 1
 #: To stop, and (QUIT) to show what it is doing.
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGQUIT)
@@ -50,6 +53,9 @@ def main(arguments: list[str]) -> int:
     forward.to(child)
     code = child.wait()
     _record(RunDir(Path(run_dir)), code)
+    if code == _EXIT_SAVED and is_step_task(os.environ):
+        # srun would end the ranks that are a moment later, and nobody believes its code anyway.
+        return 0
     return code if code >= 0 else 128 - code
 
 

@@ -173,17 +173,20 @@ class Run:
 
     def results(self) -> dict[str, Any]:
         """All that an interruption must not change, down to the last bit."""
-        checkpoints = sorted((self.dir / "checkpoints").glob("step-*/manifest.json"))
-        manifest = json.loads(checkpoints[-1].read_text())
-        metrics = read_lines(self.dir / "metrics.jsonl")
-        return {
-            "metrics": [{k: v for k, v in m.items() if k not in _NOT_COMPARED} for m in metrics],
-            "samples": {
-                p.name: read_lines(p) for p in sorted(self.dir.glob("samples-rank*.jsonl"))
-            },
-            "state": tensor_digests(checkpoints[-1].parent),
-            "step": manifest["step"],
-        }
+        return results(self.dir)
+
+
+def results(run_dir: Path) -> dict[str, Any]:
+    """All that an interruption of the run must not change, down to the last bit."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
+    manifest = json.loads(checkpoints[-1].read_text())
+    metrics = read_lines(run_dir / "metrics.jsonl")
+    return {
+        "metrics": [{k: v for k, v in m.items() if k not in _NOT_COMPARED} for m in metrics],
+        "samples": {p.name: read_lines(p) for p in sorted(run_dir.glob("samples-rank*.jsonl"))},
+        "state": tensor_digests(checkpoints[-1].parent),
+        "step": manifest["step"],
+    }
 
 
 def tensor_digests(step_directory: Path) -> dict[str, list[str]]:
