@@ -71,7 +71,8 @@ class SlurmSurroundings:
         self._parent = os.getppid()
         self._asked_to_return = False
         self._looked_at = time.monotonic()
-        job = slurm.job(batch.job_id)
+        # Not worth failing for: what is to be known of the job is asked again when it matters.
+        job = self._job()
         self._end_time = job.end_time if job else None
         if job is not None and not job.requeue:
             try:
@@ -129,7 +130,7 @@ class SlurmSurroundings:
                 return None
             if bad := self._bad_nodes(lost):
                 return self._returning(Verdict.NODE_FAILURE, f"node {', '.join(bad)} is gone")
-            if time.monotonic() - began > self._node_verdict_s:
+            if self._nodes_answer(lost) or time.monotonic() - began > self._node_verdict_s:
                 return None
             time.sleep(_ASK_EVERY_S)
 
@@ -298,11 +299,20 @@ class SlurmSurroundings:
     def _bad_nodes(self, ranks: Sequence[int]) -> list[str]:
         """The nodes of these ranks that Slurm says are down, or do not answer."""
         try:
-            hosts = self._slurm.host_names(self._batch.nodes)
-            nodes = sorted({hosts[rank // self._plan.tasks_per_node] for rank in ranks})
-            return self._slurm.unusable(nodes)
+            return self._slurm.unusable(self._nodes_of(ranks))
         except SchedulerError:
             return []
+
+    def _nodes_answer(self, ranks: Sequence[int]) -> bool:
+        """Whether the nodes of these ranks are sure to be alive."""
+        try:
+            return self._slurm.nodes_answer(self._batch.job_id, self._nodes_of(ranks))
+        except SchedulerError:
+            return False
+
+    def _nodes_of(self, ranks: Sequence[int]) -> list[str]:
+        hosts = self._slurm.host_names(self._batch.nodes)
+        return sorted({hosts[rank // self._plan.tasks_per_node] for rank in ranks})
 
     @property
     def _node_verdict_s(self) -> float:

@@ -203,6 +203,8 @@ class Supervisor:
                 raise
             places = heartbeats.places()
             reports = _read_reports(files, plan.world_size)
+            # First: where the scheduler cannot be asked, that is likely to be why.
+            self._refuse_if_succeeded(attempt)
             if self._interruption is None and hang is None and not _all_done(exits, reports, plan):
                 lost = [rank for rank, end in exits.items() if end.is_lost]
                 self._interruption = self._surroundings.why_ended(lost, lambda: self._signals)

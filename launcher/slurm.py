@@ -15,12 +15,14 @@ from pathlib import Path
 
 from launcher import shell
 from launcher.environment import without_stale
-from trainer.spec.errors import SchedulerRejected, SchedulerUnavailable
+from trainer.spec.errors import SchedulerError, SchedulerRejected, SchedulerUnavailable
 
 #: For the controller; a healthy one answers within milliseconds, a busy one within seconds.
 ANSWER_S = 20.0
 #: For the accounting, which nothing that cannot wait may depend on.
 HISTORY_S = 10.0
+#: For a node that is asked whether it lives; a healthy one answers within a second.
+PROBE_S = 15.0
 
 _NO_SUCH_JOB = "Invalid job id specified"
 #: What Slurm's commands say when it is not the request that is at fault.
@@ -245,6 +247,20 @@ class Slurm:
             for name in nodes
             if found.get(name, "").endswith("*") or found.get(name, "").startswith(("down", "fail"))
         ]
+
+    def nodes_answer(self, job_id: str, nodes: Sequence[str]) -> bool:
+        """Whether these nodes of a job run a step of it now; False where that is not sure."""
+        where = (f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}")
+        try:
+            self._ask(
+                *("srun", f"--jobid={job_id}", *where, "--overlap", "--mem=0", "--mpi=none"),
+                *("--input=none", "true"),
+                timeout_s=PROBE_S,
+                empty_is_fine=True,
+            )
+        except SchedulerError:
+            return False
+        return True
 
     def slurmd_timeout_s(self) -> float:
         """After how many seconds without an answer a node is down."""

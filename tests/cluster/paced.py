@@ -27,7 +27,7 @@ SAVE_INTERVAL = 10
 FORWARD_S = 0.05
 #: Slower than anything a test waits for.
 HELD_S = 1000.0
-#: For `resources`: no other job on the same nodes, so that what happens to them happens to no other.
+#: For `resources`: no other job on the same nodes, which would share what happens to them.
 ALONE = {"additional_parameters": {"exclusive": True}}
 
 
@@ -99,6 +99,14 @@ class Paced(Run):
         where = "" if attempt is None else f" {attempt}"
         self._pace |= {f"{name}{where}": value for name, value in seconds.items()}
         write_atomic(self._pace_file, json.dumps(self._pace).encode())
+
+    def trouble(self, what: str | None) -> None:
+        """What rank 1 does from now on (see the component); None: nothing of the sort."""
+        path = self.vitra.directory / "trouble"
+        if what is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomic(path, what.encode())
 
     def resume(self, *words: str) -> None:
         """Go on with it, as a person does; a new job."""
@@ -201,19 +209,29 @@ class Paced(Run):
         for what, value in undisturbed.items():
             assert found[what] == value, f"{what} of {self.id} differs\n{self.account()}"
 
+    def exit_codes(self, attempt: int) -> dict[int, int | None]:
+        """Of the ranks that have ended: as their tasks have recorded it; None where by a signal."""
+        paths = self.dir.attempt(attempt).path.glob("rank_*.exit")
+        ends = [json.loads(path.read_text()) for path in paths]
+        return {end["rank"]: end["exit_code"] for end in ends}
+
+    def batch_log(self) -> str:
+        """What its jobs have printed."""
+        logs = sorted(self.dir.path.glob("batch-*.log"))
+        return "".join(path.read_text(errors="replace") for path in logs)
+
     def account(self) -> str:
         """What happened to it, for a test that fails."""
         events = [
             " ".join(f"{name}={value}" for name, value in event.items())
             for event in read_lines(self.dir.events)
         ]
-        logs = [path.read_text(errors="replace")[-1500:] for path in self.dir.path.glob("batch-*")]
         notes = [
             f"{path.parent.name}: {record}"
             for path in sorted(self.dir.attempts.glob("*/supervisor.log"))
             for record in read_lines(path)
         ]
-        return "\n".join([str(self.dir.path), *events, *notes, *logs])
+        return "\n".join([str(self.dir.path), *events, *notes, self.batch_log()[-3000:]])
 
 
 class SideBySide:

@@ -5,8 +5,8 @@ least ({"forward": 0.05, "save": 0}), in all attempts or in one ("forward 2"); i
 all the time, so that a test can hold a run where it wants it, and then let it go. What is computed
 does not depend on any of this.
 
-Option `trouble` of the data: what rank 1 does at its 25th sample of an attempt, while the working
-directory has a file `trouble`.
+The file `trouble`, where there is one, says what rank 1 does at its next sample after the first 24
+of an attempt.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def _seconds(what: str) -> float:
 
 
 def build_data(options: Mapping[str, Any], seed: int) -> TroubledData:
-    own = dict(options)
-    trouble = own.pop("trouble", None)
-    return TroubledData(SyntheticOptions.model_validate(own), seed, trouble)
+    return TroubledData(SyntheticOptions.model_validate(options), seed)
 
 
 def build_model(options: Mapping[str, Any], context: ModelContext) -> PacedModel:
@@ -64,34 +62,35 @@ def build_model(options: Mapping[str, Any], context: ModelContext) -> PacedModel
 
 
 class TroubledData(SyntheticData):
-    def __init__(self, options: SyntheticOptions, seed: int, trouble: str | None) -> None:
+    def __init__(self, options: SyntheticOptions, seed: int) -> None:
         super().__init__(options, seed)
-        self._trouble = trouble
         self._delivered = 0
 
     def sample(self, index: int, rng: SampleRandom) -> Sample:
         self._delivered += 1
         if self._delivered > _GOOD_SAMPLES and os.environ.get("RANK") == "1" and _TROUBLE.exists():
-            self._begin()
+            begin(_TROUBLE.read_text())
         return super().sample(index, rng)
 
-    def _begin(self) -> None:
-        match self._trouble:
-            case "exit 0":
-                os._exit(0)
-            case "exit 3":
-                os._exit(3)
-            case "no memory":
-                # As a batch system does that limits what its jobs take.
-                used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
-                hog = [np.ones(1 << 20) for _ in range(1 << 10)]
-                raise AssertionError(f"the limit let {len(hog)} arrays through")
-            case "raise once":
-                _TROUBLE.unlink()
-                raise ValueError("only this once")
-            case _:
-                raise AssertionError(self._trouble)
+
+def begin(trouble: str) -> None:
+    match trouble:
+        case "exit 0":
+            os._exit(0)
+        case "exit 3":
+            os._exit(3)
+        case "take all memory":
+            # As where a batch system limits what its jobs may take.
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = used + (64 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            hog = [np.ones(1 << 20) for _ in range(1 << 10)]
+            raise AssertionError(f"the limit let {len(hog)} arrays through")
+        case "raise once":
+            _TROUBLE.unlink()
+            raise ValueError("only this once")
+        case _:
+            raise AssertionError(trouble)
 
 
 class PacedModel(Vla):
