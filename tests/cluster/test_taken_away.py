@@ -22,8 +22,8 @@ from tests.cluster.paced import (
 
 pytestmark = pytest.mark.timeout(600)
 
-#: So slow that two lives of a minute are not enough, each of which may last two: Slurm looks at time
-#: limits every half minute or so.
+#: So slow that two lives of a minute are not enough, each of which may last two: Slurm looks at
+#: time limits every half minute or so.
 ONE_MINUTE: dict[str, Any] = {"forward_s": 1.0, "resources": {"time": 1, "signal_lead_s": 10}}
 
 
