@@ -203,9 +203,8 @@ def _queue(
             "if there is none",
         ) from err
     except SystemExit:
-        say(
-            f"interrupted: `vitra status {as_argument(run_dir, environ)}` tells whether it has a job"
-        )
+        run = as_argument(run_dir, environ)
+        say(f"interrupted: `vitra status {run}` tells whether it has a job")
         raise
     except OSError as err:
         raise StorageError(f"{err.filename or run_dir.path}: {err.strerror}") from err

@@ -57,6 +57,8 @@ STATUS: dict[str, Any] = {
     "name": "a",
     "state": "failed",
     "reason": "rank 1 was killed",
+    "job_id": None,
+    "job_state": None,
     "step": 7,
     "total_steps": None,
     "last_checkpoint_step": None,
@@ -76,6 +78,14 @@ def test_status_lines() -> None:
         "attempt 1   error, steps 1-7: killed",
         "attempt 2   running, no step finished: runs",
     ]
+    assert not any(line.startswith("job") for line in lines)
+
+
+def test_status_lines_of_a_job() -> None:
+    assert "job         17  PENDING" in status_lines(
+        {**STATUS, "job_id": "17", "job_state": "PENDING"}
+    )
+    assert "job         17  gone" in status_lines({**STATUS, "job_id": "17"})
 
 
 def test_checkpoint_lines() -> None:
