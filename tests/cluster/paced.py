@@ -135,7 +135,7 @@ class Paced(Run):
         (found,) = [
             process.pid
             for process in self.processes(word)
-            if rank is None or f"RANK={rank}" in _environ(process.pid)
+            if rank is None or f"SLURM_PROCID={rank}" in _environ(process.pid)
         ]
         return found
 
