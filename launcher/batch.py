@@ -184,10 +184,15 @@ class SlurmSurroundings:
         A requeue would revive a job that somebody has cancelled.
         """
         preempted = "preempted by a job with more priority"
-        if job.preempt_time is not None and job.preempt_time == job.end_time:
-            return self._returning(Verdict.PREEMPTED, preempted)
         if job.preempt_time is not None:
-            return Interruption(Verdict.CANCELLED, "the job was cancelled while it was preempted")
+            meanwhile = "the job was cancelled while it was preempted"
+            if job.preempt_time != job.end_time:
+                return Interruption(Verdict.CANCELLED, meanwhile)
+            # The end of its grace time, or a scancel in the very second in which that began.
+            life = self._last_life(("CANCELLED", "PREEMPTED"))
+            if life is not None and life.state == "CANCELLED":
+                return Interruption(Verdict.CANCELLED, meanwhile)
+            return self._returning(Verdict.PREEMPTED, preempted)
         if job.reason == "TimeLimit":
             return self._returning(Verdict.TIME_LIMIT, "the job reached its time limit")
         life = self._last_life(("CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL"))
@@ -306,7 +311,7 @@ class SlurmSurroundings:
         deadline = self._clock() + _CAUSE_KNOWN_S
         while True:
             try:
-                lives = self._slurm.history(self._batch.job_id)
+                lives = self._slurm.history(self._batch.job_id, timeout_s=_CAUSE_KNOWN_S)
             except SchedulerError:
                 return None
             # An older job may have had the same number.

@@ -174,7 +174,7 @@ class Slurm:
         argv = ("squeue", "-a", "-h", "-u", who, "-t", "all", "-o", columns)
         return queued_jobs(self._ask(*argv, empty_is_fine=True))
 
-    def history(self, *job_ids: str) -> list[PastLife]:
+    def history(self, *job_ids: str, timeout_s: float = HISTORY_S) -> list[PastLife]:
         """The lives of jobs, oldest first; empty where the accounting knows nothing of them.
 
         A number may have been used by another job before: see `name` and `submitted_at`.
@@ -182,7 +182,7 @@ class Slurm:
         columns = "JobID,State,ExitCode,Submit,End,NodeList,JobName"
         text = self._ask(
             *("sacct", "-D", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", columns),
-            timeout_s=HISTORY_S,
+            timeout_s=timeout_s,
             empty_is_fine=True,
         )
         return [life for life in past_lives(text) if life.job_id in job_ids]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.handle import ClusterHandle
-from tests.cluster.paced import Paced, SharedServer
+from tests.cluster.paced import SAVE_INTERVAL, Paced, SharedServer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -67,7 +67,7 @@ def failures(run: Paced) -> dict[str, Failed]:
             run.resume()
         run.wait_for_attempt(attempt)
         node = run.hosts()[1]
-        run.wait_for_step(run.step() + 7)
+        run.wait_for_step(run.step() + SAVE_INTERVAL + 2)
         fault()
         began = time.monotonic()
         run.wait_until(lambda: not run.jobs(), "the end of its job")

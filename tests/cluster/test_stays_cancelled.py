@@ -77,7 +77,8 @@ def cancelled(module_cluster: ClusterHandle, shared_server: SharedServer) -> Ite
         run = Paced(module_cluster, shared_server, name, nodes=1, resources=ALONE)
         found: dict[str, dict[str, Any]] = {}
         for moment, come in MOMENTS.items():
-            run.wait_for_attempt(run.attempt() + (not found))
+            if not found:
+                run.wait_for_attempt(1)
             come(run, MEANS[name])
             run.wait_until(lambda: not run.jobs(), "the end of its job")
             found[moment] = {

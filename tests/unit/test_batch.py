@@ -145,6 +145,14 @@ HEARD = {
     "scancel in the grace time": Heard(
         TERM, job("COMPLETING", preempted=NOW), life("CANCELLED by 0"), "cancelled", False, False
     ),
+    "scancel in the second in which the grace time began": Heard(
+        TERM,
+        job("COMPLETING", end=NOW, preempted=NOW),
+        life("CANCELLED by 0"),
+        "cancelled",
+        False,
+        False,
+    ),
     "preempted, no grace time left, CANCEL": Heard(
         TERM, job("COMPLETING", end=NOW, preempted=NOW), None, "preempted", True, True
     ),
