@@ -44,6 +44,8 @@ _NODE_VERDICT_S = 420.0
 _OUT_OF_REACH_S = 1800.0
 #: A job that is being ended leaves no more time than this for a requeue.
 _AT_ONCE_S = 3.0
+#: How long to try for an answer that something else waits for.
+_ANSWERS_WITHIN_S = 10.0
 _LOOK_EVERY_S = 1.0
 _ASK_EVERY_S = 2.0
 #: With less time left than this another attempt in the same life is not worth its start.
@@ -58,20 +60,31 @@ class SlurmSurroundings:
         batch: this life of the job.
         run_dir: the run, for its cancel marker and its attempts.
         plan: says after what the run may start again, and how early it wants to be warned.
+        clock: gives seconds, and never goes back.
     """
 
     insists = False
     signals = (signal.SIGTERM, signal.SIGUSR2)
 
-    def __init__(self, slurm: Slurm, batch: BatchJob, run_dir: RunDir, plan: Plan) -> None:
+    def __init__(
+        self,
+        slurm: Slurm,
+        batch: BatchJob,
+        run_dir: RunDir,
+        plan: Plan,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._slurm = slurm
+        self._clock = clock
         self._batch = batch
         self._run_dir = run_dir
         self._plan = plan
         self._parent = os.getppid()
         self._asked_to_return = False
-        self._looked_at = time.monotonic()
-        job = slurm.job(batch.job_id)
+        self._looked_at = self._clock()
+        # Not worth failing for: what is to be known of the job is asked again when it matters.
+        job = self._job()
         self._end_time = job.end_time if job else None
         if job is not None and not job.requeue:
             try:
@@ -94,9 +107,9 @@ class SlurmSurroundings:
         return Interruption(Verdict.CANCELLED, "stopped by a signal from outside (SIGTERM)")
 
     def look(self) -> Interruption | None:
-        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+        if self._clock() - self._looked_at < _LOOK_EVERY_S:
             return None
-        self._looked_at = time.monotonic()
+        self._looked_at = self._clock()
         if os.getppid() != self._parent:
             return self._returning(Verdict.NODE_FAILURE, "the batch script was killed")
         if self._end_time is None or datetime.now() < self._end_time - self._last_call:
@@ -111,7 +124,7 @@ class SlurmSurroundings:
     def why_ended(
         self, lost: Sequence[int], signals: Callable[[], Sequence[int]]
     ) -> Interruption | None:
-        began = time.monotonic()
+        began = self._clock()
         while True:
             job = self._job(patience_s=_OUT_OF_REACH_S)
             if job is None:
@@ -129,7 +142,7 @@ class SlurmSurroundings:
                 return None
             if bad := self._bad_nodes(lost):
                 return self._returning(Verdict.NODE_FAILURE, f"node {', '.join(bad)} is gone")
-            if time.monotonic() - began > self._node_verdict_s:
+            if self._nodes_answer(lost) or self._clock() - began > self._node_verdict_s:
                 return None
             time.sleep(_ASK_EVERY_S)
 
@@ -171,10 +184,15 @@ class SlurmSurroundings:
         A requeue would revive a job that somebody has cancelled.
         """
         preempted = "preempted by a job with more priority"
-        if job.preempt_time is not None and job.preempt_time == job.end_time:
-            return self._returning(Verdict.PREEMPTED, preempted)
         if job.preempt_time is not None:
-            return Interruption(Verdict.CANCELLED, "the job was cancelled while it was preempted")
+            meanwhile = "the job was cancelled while it was preempted"
+            if job.preempt_time != job.end_time:
+                return Interruption(Verdict.CANCELLED, meanwhile)
+            # The end of its grace time, or a scancel in the very second in which that began.
+            life = self._last_life(("CANCELLED", "PREEMPTED"))
+            if life is not None and life.state == "CANCELLED":
+                return Interruption(Verdict.CANCELLED, meanwhile)
+            return self._returning(Verdict.PREEMPTED, preempted)
         if job.reason == "TimeLimit":
             return self._returning(Verdict.TIME_LIMIT, "the job reached its time limit")
         life = self._last_life(("CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL"))
@@ -234,13 +252,13 @@ class SlurmSurroundings:
         if self._asked_to_return or self._run_dir.cancel.exists():
             return
         delay_s = 0.1
-        deadline = time.monotonic() + patience_s
+        deadline = self._clock() + patience_s
         while True:
             try:
-                self._slurm.requeue(self._batch.job_id)
+                self._requeue_even_if_forbidden()
                 break
             except SchedulerUnavailable:
-                if time.monotonic() > deadline:
+                if self._clock() > deadline:
                     raise
                 time.sleep(delay_s)
                 delay_s = min(2 * delay_s, 10.0)
@@ -248,6 +266,14 @@ class SlurmSurroundings:
         # It may have come in between, and requeueing a cancelled job revives it.
         if self._run_dir.cancel.exists():
             self._slurm.cancel(self._batch.job_id)
+
+    def _requeue_even_if_forbidden(self) -> None:
+        try:
+            self._slurm.requeue(self._batch.job_id)
+        except SchedulerRejected:
+            # By --no-requeue, or a site's JobRequeue=0, which the job's owner may lift.
+            self._slurm.allow_requeue(self._batch.job_id)
+            self._slurm.requeue(self._batch.job_id)
 
     def _submit_successor(self) -> None:
         """Where a requeue is refused: another job, which waits for the end of this one."""
@@ -260,19 +286,20 @@ class SlurmSurroundings:
         if self._run_dir.cancel.exists():
             self._slurm.cancel(job_id)
 
-    def _job(self, patience_s: float = 10.0) -> Job | None:
+    def _job(self, patience_s: float | None = None) -> Job | None:
         """What Slurm knows of the job; None once it knows nothing, or where it cannot be asked.
 
         Raises:
-            Fenced: another attempt began while it could not be asked.
+            Fenced: it could not be asked for so long that another attempt may have begun.
         """
+        patience_s = _ANSWERS_WITHIN_S if patience_s is None else patience_s
         delay_s = 0.2
-        deadline = time.monotonic() + patience_s
+        deadline = self._clock() + patience_s
         while True:
             try:
                 return self._slurm.job(self._batch.job_id)
             except SchedulerError as err:
-                if time.monotonic() > deadline:
+                if self._clock() > deadline:
                     if patience_s >= _OUT_OF_REACH_S:
                         raise Fenced(f"cut off from Slurm: {err}") from err
                     return None
@@ -281,28 +308,39 @@ class SlurmSurroundings:
 
     def _last_life(self, states: Sequence[str]) -> PastLife | None:
         """This life's row in the accounting, once it has one of these states."""
-        deadline = time.monotonic() + _CAUSE_KNOWN_S
+        deadline = self._clock() + _CAUSE_KNOWN_S
         while True:
             try:
-                lives = self._slurm.history(self._batch.job_id)
+                lives = self._slurm.history(self._batch.job_id, timeout_s=_CAUSE_KNOWN_S)
             except SchedulerError:
                 return None
+            # An older job may have had the same number.
+            lives = [life for life in lives if life.name == self._plan.spec.name]
             if len(lives) > self._batch.restarts:
                 life = lives[self._batch.restarts]
                 if life.state in states:
                     return life
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 return None
             time.sleep(0.1)
 
     def _bad_nodes(self, ranks: Sequence[int]) -> list[str]:
         """The nodes of these ranks that Slurm says are down, or do not answer."""
         try:
-            hosts = self._slurm.host_names(self._batch.nodes)
-            nodes = sorted({hosts[rank // self._plan.tasks_per_node] for rank in ranks})
-            return self._slurm.unusable(nodes)
+            return self._slurm.unusable(self._nodes_of(ranks))
         except SchedulerError:
             return []
+
+    def _nodes_answer(self, ranks: Sequence[int]) -> bool:
+        """Whether the nodes of these ranks are sure to be alive."""
+        try:
+            return self._slurm.nodes_answer(self._batch.job_id, self._nodes_of(ranks))
+        except SchedulerError:
+            return False
+
+    def _nodes_of(self, ranks: Sequence[int]) -> list[str]:
+        hosts = self._slurm.host_names(self._batch.nodes)
+        return sorted({hosts[rank // self._plan.tasks_per_node] for rank in ranks})
 
     @property
     def _node_verdict_s(self) -> float:

@@ -204,10 +204,12 @@ class Supervisor:
                 raise
             places = heartbeats.places()
             reports = _read_reports(files, plan.world_size)
+            # First: where the scheduler cannot be asked, that is likely to be why.
+            self._refuse_if_succeeded(attempt, group)
             if self._interruption is None and hang is None and not _all_done(exits, reports, plan):
                 lost = [rank for rank, end in exits.items() if end.is_lost]
                 self._interruption = self._surroundings.why_ended(lost, lambda: self._signals)
-            self._refuse_if_succeeded(attempt)
+            self._refuse_if_succeeded(attempt, group)
             stopped = self._interruption
             finding = judge(
                 exits,
@@ -323,13 +325,16 @@ class Supervisor:
                 return _end(group, plan, note), hang
             time.sleep(_POLL_S)
 
-    def _refuse_if_succeeded(self, attempt: int) -> None:
+    def _refuse_if_succeeded(self, attempt: int, group: RankGroup) -> None:
         """A supervisor that the scheduler has given up may live on beside its successor.
+
+        Then it leaves nothing of its own behind.
 
         Raises:
             Fenced: that is so; nothing of the run is this one's to judge any more.
         """
         if max(self._run_dir.attempt_numbers(), default=0) > attempt:
+            group.kill()
             raise Fenced(f"attempt {attempt} has a successor, which owns the run")
 
     def _cancelled(self) -> bool:

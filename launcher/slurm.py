@@ -15,12 +15,14 @@ from pathlib import Path
 
 from launcher import shell
 from launcher.environment import without_stale
-from trainer.spec.errors import SchedulerRejected, SchedulerUnavailable
+from trainer.spec.errors import SchedulerError, SchedulerRejected, SchedulerUnavailable
 
 #: For the controller; a healthy one answers within milliseconds, a busy one within seconds.
 ANSWER_S = 20.0
 #: For the accounting, which nothing that cannot wait may depend on.
 HISTORY_S = 10.0
+#: For a node that is asked whether it lives; a healthy one answers within a second.
+PROBE_S = 15.0
 
 _NO_SUCH_JOB = "Invalid job id specified"
 #: What Slurm's commands say when it is not the request that is at fault.
@@ -172,7 +174,7 @@ class Slurm:
         argv = ("squeue", "-a", "-h", "-u", who, "-t", "all", "-o", columns)
         return queued_jobs(self._ask(*argv, empty_is_fine=True))
 
-    def history(self, *job_ids: str) -> list[PastLife]:
+    def history(self, *job_ids: str, timeout_s: float = HISTORY_S) -> list[PastLife]:
         """The lives of jobs, oldest first; empty where the accounting knows nothing of them.
 
         A number may have been used by another job before: see `name` and `submitted_at`.
@@ -180,7 +182,7 @@ class Slurm:
         columns = "JobID,State,ExitCode,Submit,End,NodeList,JobName"
         text = self._ask(
             *("sacct", "-D", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", columns),
-            timeout_s=HISTORY_S,
+            timeout_s=timeout_s,
             empty_is_fine=True,
         )
         return [life for life in past_lives(text) if life.job_id in job_ids]
@@ -249,6 +251,20 @@ class Slurm:
             for name in nodes
             if found.get(name, "").endswith("*") or found.get(name, "").startswith(("down", "fail"))
         ]
+
+    def nodes_answer(self, job_id: str, nodes: Sequence[str]) -> bool:
+        """Whether these nodes of a job run a step of it now; False where that is not sure."""
+        where = (f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}")
+        try:
+            self._ask(
+                *("srun", f"--jobid={job_id}", *where, "--overlap", "--mem=0", "--mpi=none"),
+                *("--input=none", "true"),
+                timeout_s=PROBE_S,
+                empty_is_fine=True,
+            )
+        except SchedulerError:
+            return False
+        return True
 
     def slurmd_timeout_s(self) -> float:
         """After how many seconds without an answer a node is down."""

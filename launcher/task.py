@@ -28,7 +28,10 @@ _FORWARDED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGQUIT)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rank that the environment describes; returns its exit code, 128 + n for signal n."""
+    """Run the rank that the environment describes; returns its exit code, 128 + n for signal n.
+
+    As a step's task: 0 wherever the rank's end is on record.
+    """
     if len(arguments) != 1:
         sys.stderr.write("usage: python -P -m launcher.task RUN_DIR\n")
         return 2
@@ -49,7 +52,11 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     forward.to(child)
     code = child.wait()
-    _record(RunDir(Path(run_dir)), code)
+    if _record(RunDir(Path(run_dir)), code) and is_step_task(os.environ):
+        # All is said. On another code srun would have the step ended: ranks that saved as well and
+        # are a moment later; and, where srun was cut off from Slurm, after that the step that has
+        # this one's number in the job's next life.
+        return 0
     return code if code >= 0 else 128 - code
 
 
@@ -88,8 +95,8 @@ def _log_to_own_file(run_dir: RunDir) -> None:
     os.close(descriptor)
 
 
-def _record(run_dir: RunDir, code: int) -> None:
-    """Publish attempts/K/rank_R.exit; the supervisor counts a rank without one as lost."""
+def _record(run_dir: RunDir, code: int) -> bool:
+    """Publish attempts/K/rank_R.exit, without which the rank counts as lost; whether it is there"""
     rank = int(os.environ["RANK"])
     path = run_dir.attempt(int(os.environ["VITRA_ATTEMPT"])).exit(rank)
     record = {
@@ -105,6 +112,8 @@ def _record(run_dir: RunDir, code: int) -> None:
         # A disk that is full: the supervisor still sees the code that this process exits with.
         with suppress(OSError):
             sys.stderr.write(f"cannot write {path}: {err}\n")
+        return False
+    return True
 
 
 def _die_with_parent() -> None:

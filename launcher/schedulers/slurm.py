@@ -28,6 +28,9 @@ from trainer.spec.snapshot import Snapshot
 
 #: How long the end of a step that was killed may take; on a node that is gone, it takes for ever.
 _KILL_S = 10.0
+#: While the controller does not answer, how long to go on trying to have ranks ended.
+_INSIST_S = 60.0
+_AGAIN_S = 2.0
 #: How long the record of a rank that has ended may take to be seen through a shared file system.
 _SEEN_WITHIN_S = 3.0
 _EXIT_FILE = re.compile(r"rank_(\d+)\.exit")
@@ -83,7 +86,7 @@ class SlurmLauncher:
             env=env,
             cwd=run_dir.path,
         )
-        return SlurmRanks(self._slurm, self._job.job_id, process, files, plan, hosts)
+        return SlurmRanks(self._slurm, self._job, process, files, plan, hosts)
 
     def _command(
         self, run_dir: RunDir, plan: Plan, hosts: Sequence[str], working_dir: Path
@@ -101,6 +104,7 @@ class SlurmLauncher:
             f"--cpus-per-task={resources.cpus_per_task or 1}",
             "--mem=0",
             *(f"--{name}={value}" for name, value in gpu_options(resources)),
+            # A task that leaves no word of its rank: killed, most likely.
             "--kill-on-bad-exit=1",
             "--mpi=none",
             "--input=none",
@@ -122,14 +126,14 @@ class SlurmRanks:
     def __init__(
         self,
         slurm: Slurm,
-        job_id: str,
+        job: BatchJob,
         process: shell.Process,
         files: AttemptDir,
         plan: Plan,
         hosts: Sequence[str],
     ) -> None:
         self._slurm = slurm
-        self._job_id = job_id
+        self._job = job
         self._process = process
         self._files = files
         self._plan = plan
@@ -157,11 +161,19 @@ class SlurmRanks:
 
     def kill(self) -> None:
         if self._process.poll() is None:
-            self._signal_steps("KILL")
+            signalled = self._signal_steps("KILL")
+            deadline = time.monotonic() + _INSIST_S
+            while not signalled and len(self.poll()) < self._plan.world_size:
+                # Ranks that nobody ends would run on beside their successors.
+                if signalled is False or time.monotonic() > deadline:
+                    break
+                time.sleep(_AGAIN_S)
+                signalled = self._signal_steps("KILL")
             try:
-                self._process.wait(_KILL_S)
+                self._process.wait(_KILL_S if signalled else 0.0)
             except subprocess.TimeoutExpired:
-                # A node is gone, or Slurm cannot be asked: the step is left to Slurm.
+                # A node is gone, or Slurm cannot be asked, or has given the job up: the step is
+                # left to Slurm.
                 self._signal_srun(signal.SIGKILL)
                 self._process.wait(_KILL_S)
         self._gone_at = self._gone_at or time.monotonic()
@@ -174,12 +186,22 @@ class SlurmRanks:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _signal_steps(self, name: str) -> None:
+    def _signal_steps(self, name: str) -> bool | None:
+        """Signal every task. None: Slurm cannot be asked. False: the job has been given up.
+
+        The step of the job's next life has the same number, and is not this one's to end.
+        """
         try:
-            for step in self._slurm.steps(self._job_id):
+            job = self._slurm.job(self._job.job_id)
+            if job is None or job.restarts > self._job.restarts:
+                return False
+            for step in self._slurm.steps(self._job.job_id):
                 self._slurm.signal_step(step, name)
         except SchedulerError as err:
-            (self._files.logs / "srun.log").open("a").write(f"vitra: {err}\n")
+            with (self._files.logs / "srun.log").open("a") as log:
+                log.write(f"vitra: {err}\n")
+            return None
+        return True
 
     def _read_exits(self) -> None:
         try:

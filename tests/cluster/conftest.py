@@ -17,14 +17,18 @@ import re
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm.cluster import Cluster, why_impossible
 from slurm.settings import Settings, current_settings, state_directory
 from tests.cluster.handle import ClusterHandle, cluster_command
+from tests.cluster.paced import Paced, SharedServer, SideBySide
 from tests.conftest import wait_until
+from tests.e2e.runs import results
 
 #: Less than a test's time-out: another session's tests are waited for that long.
 _TURN_WITHIN_S = 240.0
@@ -85,6 +89,33 @@ def cluster(running_cluster: Settings, request: pytest.FixtureRequest) -> Cluste
 def module_cluster(running_cluster: Settings, request: pytest.FixtureRequest) -> ClusterHandle:
     """The same, for all tests of a module together."""
     return _clean_handle(running_cluster, request.node.name)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """For commands of scenarios that run side by side."""
+    server = SharedServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    running_cluster: Settings, shared_server: SharedServer
+) -> dict[int, dict[str, Any]]:
+    """Results of a paced run that nothing has happened to, by the number of its processes."""
+    cluster = _clean_handle(running_cluster, "undisturbed")
+
+    def train(tasks: int) -> dict[str, Any]:
+        run = Paced(cluster, shared_server, f"whole-{tasks}", tasks=tasks, forward_s=0)
+        assert run.wait_until_finished() == "completed", run.account()
+        assert run.verdicts() == ["completed"]
+        return results(run.dir.path)
+
+    with SideBySide() as both:
+        for tasks in (2, 1):
+            both.add(str(tasks), partial(train, tasks))
+        return {2 * tasks: both[str(tasks)] for tasks in (2, 1)}
 
 
 @pytest.fixture(autouse=True)

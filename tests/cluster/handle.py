@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -219,7 +220,7 @@ class ClusterHandle:
             the job's id.
         """
         text = script if script.startswith("#!") else f"#!/bin/bash\n{script}\n"
-        path = self.share / f"script-{len(list(self.share.glob('script-*')))}.sh"
+        path = self.share / f"script-{secrets.token_hex(4)}.sh"
         path.write_text(text)
         words = ["sbatch", "--parsable", "--open-mode=append", *options, path]
         return int(self.run(words, user=user, cwd=cwd, environ=environ).stdout)

@@ -173,11 +173,11 @@ class Run:
 
     def results(self) -> dict[str, Any]:
         """All that an interruption must not change, down to the last bit."""
-        return results_of(self.dir)
+        return results(self.dir)
 
 
-def results_of(run_dir: Path) -> dict[str, Any]:
-    """What came of a run: its metrics, the samples of each rank, and every byte of its state."""
+def results(run_dir: Path) -> dict[str, Any]:
+    """What an interruption must not change: metrics, samples of each rank, each byte of state."""
     checkpoints = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
     manifest = json.loads(checkpoints[-1].read_text())
     metrics = read_lines(run_dir / "metrics.jsonl")

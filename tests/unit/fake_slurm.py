@@ -49,7 +49,7 @@ class FakeSlurm:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo"):
+        for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun"):
             (directory / name).write_text(_PLAYER)
             (directory / name).chmod(0o755)
             (directory / f"{name}.d").mkdir()

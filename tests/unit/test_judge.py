@@ -10,6 +10,7 @@ import pytest
 
 from launcher.hang import Hang
 from launcher.judge import Finding, PastAttempt, decide, judge
+from launcher.schedulers.base import Interruption
 from trainer.spec.outcome import EXIT_FENCED, EXIT_SAVED, RankExit, RankReport, RunState, Verdict
 from trainer.spec.run import RetrySpec
 
@@ -25,6 +26,7 @@ class End:
     error: str | None = None
     step: int | None = 7
     said: str = "what it said"
+    lost: bool = False
 
 
 def judged(
@@ -32,6 +34,7 @@ def judged(
     stop_asked: bool = False,
     hang: Hang | None = None,
     done: Mapping[int, int] | None = None,
+    interruption: Interruption | None = None,
 ) -> Finding:
     exits, reports = {}, {}
     for rank, end in enumerate(ends):
@@ -42,6 +45,7 @@ def judged(
             exit_code=None if killed else end.code,
             signal=-end.code if killed else None,
             ended_at=end.at,
+            is_lost=end.lost,
         )
         if not killed:
             reports[rank] = RankReport(
@@ -51,7 +55,15 @@ def judged(
                 message=end.said,
                 last_step=end.step,
             )
-    return judge(exits, reports, total_steps=TOTAL, stop_asked=stop_asked, hang=hang, done=done)
+    return judge(
+        exits,
+        reports,
+        total_steps=TOTAL,
+        stop_asked=stop_asked,
+        hang=hang,
+        done=done,
+        interruption=interruption,
+    )
 
 
 DONE = End(0, step=TOTAL)
@@ -169,6 +181,57 @@ def test_a_rank_killed_when_it_was_done(step: int, stop_asked: bool, verdict: st
     assert finding.verdict == verdict
     if verdict == "cancelled":
         assert finding.exit_code == EXIT_SAVED
+
+
+TAKEN = Interruption(Verdict.PREEMPTED, "preempted by a job with more priority")
+
+#: name: (ends, verdict, exit code, words of the reason)
+TAKEN_AWAY = {
+    "all saved": ((SAVED, SAVED), "preempted", EXIT_SAVED, "all ranks saved first"),
+    "the only one saved": ((SAVED,), "preempted", EXIT_SAVED, "the rank saved first"),
+    "killed before they could": (
+        (SAVED, End(KILLED)),
+        "preempted",
+        128 + 9,
+        "1 of 2 ranks ended before they had saved",
+    ),
+    "an error on the way out is no error": (
+        (End(1, error=LOST_PEER), End(KILLED, lost=True)),
+        "preempted",
+        128 + 9,
+        "2 of 2 ranks",
+    ),
+    "all done by then": ((DONE, DONE), "completed", 0, "all 2 ranks reached step 20"),
+    "one done, the other killed": ((DONE, End(KILLED)), "preempted", 128 + 9, "2 of 2 ranks"),
+}
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict", "exit_code", "words"), TAKEN_AWAY.values(), ids=TAKEN_AWAY.keys()
+)
+def test_what_takes_the_ranks_away_is_the_cause(
+    ends: tuple[End, ...], verdict: str, exit_code: int, words: str
+) -> None:
+    finding = judged(*ends, interruption=TAKEN)
+    assert (finding.verdict, finding.exit_code) == (verdict, exit_code)
+    assert words in finding.reason
+    assert finding.failed_rank is None
+
+
+def test_an_error_before_a_person_s_stop_counts_for_more_than_the_stop() -> None:
+    stop = Interruption(Verdict.CANCELLED, "stopped by a signal from outside (SIGTERM)")
+    failed = judged(End(1, error="ValueError"), SAVED, interruption=stop, stop_asked=True)
+    assert (failed.verdict, failed.failed_rank) == ("error", 0)
+    assert judged(SAVED, SAVED, interruption=stop, stop_asked=True).verdict == "cancelled"
+
+
+def test_a_rank_that_left_no_word() -> None:
+    finding = judged(End(1, at=1.0, error=LOST_PEER), End(KILLED, at=2.0, lost=True))
+    assert (finding.verdict, finding.failed_rank, finding.exit_code) == ("error", 0, 1)
+    said = "Connection closed by peer [10.0.0.1]:7"
+    lost = judged(End(1, error=LOST_PEER, said=said), End(KILLED, at=2.0, lost=True))
+    assert (lost.verdict, lost.failed_rank, lost.exit_code) == ("error", 1, 128 + 9)
+    assert lost.reason == "rank 1 on node1 was killed together with the task that watched over it"
 
 
 def test_a_rank_that_was_done_but_failed_is_to_blame() -> None:
