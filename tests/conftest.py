@@ -22,6 +22,8 @@ import yaml
 #: Far more than any command takes on a busy machine: one that hangs fails its test.
 PATIENCE_S = 150.0
 
+pytest_plugins = ["tests.workers"]
+
 _SERVER = "vitra_server.py"
 
 # A shell starts what it runs in the background with interrupts ignored, nohup what it runs with

@@ -35,17 +35,16 @@ TWENTY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """Twenty steps with 1, 2 and 4 ranks: accumulation 4, 2 and 1."""
+    """Twenty steps with one rank, and with four: accumulation 4 and 1."""
     runs: dict[int, Run] = {}
-    for world in (1, 2, 4):
+    for world in (1, 4):
         runs[world] = Run(tmp_path_factory.mktemp("world"), world, TWENTY)
         assert runs[world].train() == [0] * world
     return runs
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_losses_do_not_depend_on_the_world(worlds: dict[int, Run], world: int) -> None:
-    alone, together = worlds[1].metrics(), worlds[world].metrics()
+def test_losses_do_not_depend_on_the_world(worlds: dict[int, Run]) -> None:
+    alone, together = worlds[1].metrics(), worlds[4].metrics()
     assert [record["step"] for record in together] == list(range(1, 21))
     for a, b in zip(alone, together, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)

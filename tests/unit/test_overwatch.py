@@ -52,6 +52,7 @@ def test_functions_for_one_rank() -> None:
             pass  # without a process group nobody waits
 
 
+@pytest.mark.slow
 def test_importing_it_starts_no_process_group() -> None:
     said = run_python(
         "import torch.distributed as dist\n"

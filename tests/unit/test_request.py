@@ -316,7 +316,8 @@ class Job:
         return process.returncode, output
 
     def seen(self, key: str) -> list[Any]:
-        lines = (self.run_dir / "seen.jsonl").read_text().splitlines()
+        path = self.run_dir / "seen.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
         return [record[key] for record in map(json.loads, lines) if key in record]
 
     def order(self) -> list[str]:
@@ -425,7 +426,7 @@ def test_what_the_supervisor_inherits(job: Job) -> None:
 def test_setup_lines_cannot_disturb_what_follows(job: Job, line: str) -> None:
     job.behave(code=75, signals=2)
     process = job.start(spec_of(setup=[line]))
-    until(lambda: (job.run_dir / "seen.jsonl").exists() and job.seen("listening"))
+    until(lambda: job.seen("listening"))
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGUSR2)
     process.communicate(timeout=30)
@@ -442,7 +443,7 @@ def test_a_setup_line_that_fails_under_set_e_ends_the_job(job: Job) -> None:
 def test_signals_before_the_supervisor_listens_are_kept_and_then_passed_on(job: Job) -> None:
     job.behave(code=75, signals=2, deaf=True)
     process = job.start()
-    until((job.run_dir / "seen.jsonl").exists)
+    until(lambda: job.seen("start"))
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGUSR2)
     job.let_supervisor_listen()
@@ -466,7 +467,7 @@ def test_signals_during_setup_are_kept_as_well(job: Job) -> None:
 def test_a_signal_to_the_whole_tree_that_kills_a_deaf_supervisor_is_not_lost(job: Job) -> None:
     job.behave(code=75, signals=1, deaf=True)
     process = job.start()
-    until((job.run_dir / "seen.jsonl").exists)
+    until(lambda: job.seen("start"))
     os.killpg(process.pid, signal.SIGTERM)
     job.let_supervisor_listen()
     process.communicate(timeout=30)
