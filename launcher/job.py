@@ -13,10 +13,10 @@ from types import FrameType
 
 from pydantic import ValidationError
 
+from launcher.budgets import run_history
 from launcher.hang import Hang, HangGuard, Limits
 from launcher.heartbeat import Heartbeats
-from launcher.jobs import effective
-from launcher.judge import Decision, Finding, PastAttempt, decide, judge
+from launcher.judge import Decision, Finding, decide, judge
 from launcher.progress import Progress
 from launcher.schedulers.base import Interruption, RankGroup, RankLauncher, Surroundings
 from launcher.status import finished_steps
@@ -464,25 +464,6 @@ def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
         except (OSError, ValidationError):
             continue
     return reports
-
-
-def run_history(run_dir: RunDir) -> list[PastAttempt]:
-    """The judged attempts since a person last started or resumed the run."""
-    past: list[PastAttempt] = []
-    progressed: set[int] = set()
-    for event in effective(read_lines(run_dir.events)):
-        match event.get("event"):
-            case "resumed":
-                past = []
-            case "saved":
-                progressed.add(int(event["attempt"]))
-            case "ended":
-                past.append(
-                    PastAttempt(Verdict(event["verdict"]), int(event["attempt"]) in progressed)
-                )
-            case _:
-                pass
-    return past
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         f"state       {facts['state']}: {facts['reason']}",
         f"step        {facts['step']} of {total}",
         f"checkpoint  {saved}",
+        *_budget_lines(facts["budgets"]),
         f"directory   {facts['run_dir']}",
     ]
     if facts["job_id"] is not None:
@@ -74,6 +75,17 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         verdict = attempt["verdict"] or "running"
         lines.append(f"attempt {attempt['attempt']}   {verdict}, {steps}: {attempt['reason']}")
     return lines
+
+
+def _budget_lines(budgets: dict[str, dict[str, int | None]] | None) -> list[str]:
+    """How often attempts ended by what, since a person last started it, and may still."""
+    if budgets is None:
+        return []
+    words: list[str] = []
+    for verdict, budget in budgets.items():
+        left = "no limit" if budget["left"] is None else f"{budget['left']} left"
+        words.append(f"{verdict} {budget['used']} ({left})")
+    return [f"retries     {', '.join(words[:3])}", f"            {', '.join(words[3:])}"]
 
 
 def checkpoint_lines(facts: dict[str, Any]) -> list[str]:

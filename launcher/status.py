@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from launcher.budgets import budgets, run_history
 from launcher.jobs import effective
 from launcher.lock import lock_holder
 from launcher.registry import read_plan, read_record
@@ -92,6 +93,7 @@ def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any
         "total_steps": plan.total_steps if plan else None,
         "last_checkpoint_step": _last_checkpoint(plan),
         "attempts": attempts,
+        "budgets": _budgets(run_dir, plan) if plan else None,
         "goodput": None,
     }
 
@@ -208,6 +210,12 @@ def _reason_of_attempts(attempts: list[dict[str, Any]]) -> str:
 def _resume_step(events: list[dict[str, Any]]) -> int | None:
     steps = [e["step"] for e in events if e.get("event") == "started"]
     return int(steps[-1]) if steps else None
+
+
+def _budgets(run_dir: RunDir, plan: Plan) -> dict[str, dict[str, int | None]]:
+    """By verdict: how often attempts ended by it, and how often more the run goes on after it."""
+    found = budgets(run_history(run_dir), plan.spec.retry)
+    return {budget.verdict.value: {"used": budget.used, "left": budget.left} for budget in found}
 
 
 def _last_checkpoint(plan: Plan | None) -> int | None:
