@@ -111,12 +111,21 @@ def test_started_again_in_its_place_where_the_run_allows_it(
     run: Paced, failures: dict[str, Failed], undisturbed: dict[int, dict[str, Any]]
 ) -> None:
     run.trouble("raise once")
-    run.resume("-o", "retry.restart_on=[error]", "-o", "retry.max_error_restarts=1")
+    hangs = len(failures) + 2
+    # There are not many steps left.
+    run.pace(attempt=hangs, forward=0.3)
+    run.resume("-o", "retry.restart_on=[error, hang]", "-o", "retry.max_error_restarts=1")
+    run.wait_for_attempt(hangs)
+    os.kill(run.pid("trainer", rank=1), signal.SIGSTOP)
     run.wait_until_finished()
     run.assert_equals(undisturbed[2])
-    assert run.verdicts()[len(failures) :] == ["error", "completed"]
-    first, second = run.attempts()[-2:]
-    assert first["job_id"] == second["job_id"] == str(run.job_id)
+    assert run.verdicts()[len(failures) :] == ["error", "hang", "completed"]
+    ended, hung, _ = run.attempts()[-3:]
+    assert "ValueError: only this once" in ended["reason"]
+    assert (hung["failed_rank"], hung["exit_code"]) == (1, 137)
+    assert {attempt["job_id"] for attempt in run.attempts()[-3:]} == {str(run.job_id)}
     assert run.cluster.restarts(run.job_id) == 0
-    assert "ValueError: only this once" in first["reason"]
+    budgets = run.status()["budgets"]
+    assert budgets["error"] == {"used": 1, "left": 0}
+    assert budgets["hang"]["used"] == 1
     assert run.processes() == []

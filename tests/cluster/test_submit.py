@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,13 +173,14 @@ def test_never_possible_and_not_asked_for(vitra: SlurmVitra, cluster: ClusterHan
     vitra.spec(resources__account="nosuch")
     refused = cluster.run(["vitra", "submit", "spec.yaml"], user=cluster.user, code=3)
     assert "resources.account=nosuch" in refused.stderr.splitlines()[-1]
-    for changes, wish, limit in (
+    impossible: list[tuple[dict[str, Any], str, str]] = [
         ({"resources__partition": "nosuch"}, "partition=nosuch", "low"),
         ({"resources__partition": "short", "resources__time": "5:00:00"}, "5 h", "1 h"),
         ({"resources__nodes": 5, "train__global_batch_size": 40}, "nodes=5", "4 nodes"),
         ({"resources__gpus_per_node": "a100:2"}, "a100:2", "no a100"),
         ({"resources__constraint": "nosuch"}, "constraint=nosuch", "feature"),
-    ):
+    ]
+    for changes, wish, limit in impossible:
         (line,) = vitra("submit", vitra.spec(**changes), code=3).stderr.splitlines()
         assert wish in line
         assert limit in line

@@ -19,12 +19,17 @@ from tests.cluster.paced import (
     SharedServer,
     SideBySide,
 )
+from tests.cluster.runs import where_requeue_is_refused
+from tests.e2e.runs import results
 
 pytestmark = pytest.mark.timeout(600)
 
 #: So slow that two lives of a minute are not enough, each of which may last two: Slurm looks at
 #: time limits every half minute or so.
 ONE_MINUTE: dict[str, Any] = {"forward_s": 1.0, "resources": {"time": 1, "signal_lead_s": 10}}
+
+
+SHARDED = {"strategy": "fsdp-full"}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +41,11 @@ def runs(
 
     start = partial(Paced, module_cluster, shared_server)
 
-    def preempted(partition: str, steps: Sequence[int], tasks: int = 2) -> Paced:
-        run = start(partition, tasks=tasks, resources={"partition": partition, **ALONE})
+    def preempted(
+        partition: str, steps: Sequence[int], name: str | None = None, **more: Any
+    ) -> Paced:
+        resources = {"partition": partition, **ALONE}
+        run = start(name or partition, tasks=2, resources=resources, **more)
         for attempt, step in enumerate(steps, 1):
             run.wait_for_attempt(attempt)
             run.wait_for_step(step)
@@ -45,12 +53,25 @@ def runs(
         run.wait_until_finished()
         return run
 
+    refusing = where_requeue_is_refused(module_cluster.share / "bin")
     with SideBySide() as scenarios:
         scenarios.add("low", lambda: preempted("low", (5, 25, 45)))
         scenarios.add("scav", lambda: preempted("scav", (25,)))
         scenarios.add("nograce", lambda: preempted("nograce", (25,)))
+        scenarios.add("refused", lambda: preempted("scav", (25,), "refused", environ=refusing))
+        scenarios.add("sharded", lambda: preempted("low", (25,), "sharded", train=SHARDED))
+        scenarios.add(
+            "sharded, undisturbed",
+            lambda: undisturbed_run(start("whole-sharded", tasks=2, forward_s=0, train=SHARDED)),
+        )
         scenarios.add("limit", lambda: out_of_time(start("limit", **ONE_MINUTE)))
         yield scenarios
+
+
+def undisturbed_run(run: Paced) -> dict[str, Any]:
+    run.wait_until_finished()
+    assert run.verdicts() == ["completed"]
+    return results(run.dir.path)
 
 
 def out_of_time(run: Paced) -> Paced:
@@ -101,6 +122,30 @@ def test_preempted_without_a_grace_time(
     run.assert_equals(undisturbed[4])
     assert run.verdicts() == ["preempted", "completed"]
     assert 0 <= run.lost_steps()[0] <= SAVE_INTERVAL
+
+
+def test_preempted_with_everything_sharded(runs: SideBySide) -> None:
+    run: Paced = runs["sharded"]
+    run.assert_equals(runs["sharded, undisturbed"])
+    assert run.verdicts() == ["preempted", "completed"]
+    assert run.lost_steps() == [0]
+
+
+def test_another_job_goes_on_where_a_requeue_is_refused(
+    runs: SideBySide, undisturbed: dict[int, dict[str, Any]]
+) -> None:
+    run: Paced = runs["refused"]
+    run.assert_equals(undisturbed[4])
+    assert run.verdicts() == ["preempted", "completed"]
+    assert run.lost_steps() == [0]
+    first, second = (int(attempt["job_id"]) for attempt in run.attempts())
+    assert first == run.job_id != second
+    assert run.job == second
+    # One job after the other, each once, and no third.
+    assert {job.id for job in run.jobs("-t", "all")} == {first, second}
+    assert [run.cluster.restarts(job) for job in (first, second)] == [0, 0]
+    assert run.cluster.show(first)["EndTime"] <= run.cluster.show(second)["StartTime"]
+    assert "presently disabled" in run.events("warning")[0]["reason"]
 
 
 def test_the_time_limit_is_reached_twice(
