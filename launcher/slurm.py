@@ -41,6 +41,7 @@ _OUT_OF_REACH = (
 #: Variables that change what squeue and its like show.
 _TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:]*)=")
+_HOST_NAME = re.compile(r"[\w.-]+")
 _TRIES = 4
 
 #: States of a job that is in the queue or on its nodes; every other is an end.
@@ -237,7 +238,11 @@ class Slurm:
 
     def host_names(self, node_list: str) -> list[str]:
         """The nodes that a list such as node[1-3,7] stands for, in its order."""
-        return self._ask("scontrol", "show", "hostnames", node_list).split()
+        names = self._ask("scontrol", "show", "hostnames", node_list).split()
+        if not all(_HOST_NAME.fullmatch(name) for name in names):
+            # Of a list that is cut off, scontrol makes names that nobody has.
+            raise SchedulerRejected(f"{node_list!r} is no list of nodes")
+        return names
 
     def unusable(self, nodes: Sequence[str]) -> list[str]:
         """Those of the nodes that are down or do not answer (Slurm marks these with a star)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def vitra(cluster: ClusterHandle, vitra_server: VitraServer) -> SlurmVitra:
 
 
 def test_submitted_once_and_it_finishes(cluster: ClusterHandle) -> None:
-    """By a user other than root, on two nodes with two processes each, from a directory with %."""
+    """By a user other than root, from within another job, in a directory with %; 2 x 2 processes."""
     home = cluster.share / "a %j b's täst"
     home.mkdir()
     home.chmod(0o777)
@@ -33,11 +34,13 @@ def test_submitted_once_and_it_finishes(cluster: ClusterHandle) -> None:
         tiny_spec(resources={"nodes": 2, "tasks_per_node": 2, "time": "0:30:00"})
     )
 
-    def vitra(*words: str) -> str:
-        return cluster.run(["vitra", *words], user=cluster.user, cwd=home).stdout
+    allocation = ["srun", "--quiet", "--time=5", "--mem=1000", "--ntasks=1"]
+
+    def vitra(*words: str, within: Sequence[str] = ()) -> str:
+        return cluster.run([*within, "vitra", *words], user=cluster.user, cwd=home).stdout
 
     planned = json.loads(vitra("submit", "spec.yaml", "--dry-run", "--json"))
-    submitted = json.loads(vitra("submit", "spec.yaml", "--wait", "--json"))
+    submitted = json.loads(vitra("submit", "spec.yaml", "--wait", "--json", within=allocation))
     status = json.loads(vitra("status", "tiny", "--json"))
     assert status["state"] == "completed"
     assert status["job_id"] == submitted["job_id"] == status["attempts"][0]["job_id"]

@@ -19,14 +19,18 @@ from tests.cluster.paced import (
     SharedServer,
     SideBySide,
 )
-from tests.cluster.runs import where_requeue_is_refused
 from tests.e2e.runs import results
 
 pytestmark = pytest.mark.timeout(600)
 
 #: So slow that two lives of a minute are not enough, each of which may last two: Slurm looks at
 #: time limits every half minute or so.
-ONE_MINUTE: dict[str, Any] = {"forward_s": 1.0, "resources": {"time": 1, "signal_lead_s": 10}}
+ONE_MINUTE: dict[str, Any] = {
+    "nodes": 1,
+    "tasks": 2,
+    "forward_s": 1.0,
+    "resources": {"time": 1, "signal_lead_s": 10, **ALONE},
+}
 
 
 SHARDED = {"strategy": "fsdp-full"}
@@ -53,18 +57,17 @@ def runs(
         run.wait_until_finished()
         return run
 
-    refusing = where_requeue_is_refused(module_cluster.share / "bin")
     with SideBySide() as scenarios:
+        # Beside the others, which have the other nodes, since it mostly waits.
+        scenarios.add("limit", lambda: out_of_time(start("limit", **ONE_MINUTE)))
         scenarios.add("low", lambda: preempted("low", (5, 25, 45)))
         scenarios.add("scav", lambda: preempted("scav", (25,)))
         scenarios.add("nograce", lambda: preempted("nograce", (25,)))
-        scenarios.add("refused", lambda: preempted("scav", (25,), "refused", environ=refusing))
         scenarios.add("sharded", lambda: preempted("low", (25,), "sharded", train=SHARDED))
         scenarios.add(
             "sharded, undisturbed",
             lambda: undisturbed_run(start("whole-sharded", tasks=2, forward_s=0, train=SHARDED)),
         )
-        scenarios.add("limit", lambda: out_of_time(start("limit", **ONE_MINUTE)))
         yield scenarios
 
 
@@ -104,6 +107,11 @@ def test_preempted_three_times_in_an_epoch(
     assert {attempt["job_id"] for attempt in run.attempts()} == {str(run.job_id)}
     third = run.attempts()[2]["last_step"]
     assert {metric["epoch"] for metric in undisturbed[4]["metrics"][:third]} == {0}
+    # What each life had to say is kept.
+    assert run.batch_log().count("vitra: requeued: preempted") == 3
+    for attempt in range(1, 5):
+        logs = run.dir.attempt(attempt).logs
+        assert {f"rank_{rank}.log" for rank in range(4)} <= {log.name for log in logs.iterdir()}
 
 
 def test_preempted_where_that_cancels_jobs(
@@ -129,23 +137,6 @@ def test_preempted_with_everything_sharded(runs: SideBySide) -> None:
     run.assert_equals(runs["sharded, undisturbed"])
     assert run.verdicts() == ["preempted", "completed"]
     assert run.lost_steps() == [0]
-
-
-def test_another_job_goes_on_where_a_requeue_is_refused(
-    runs: SideBySide, undisturbed: dict[int, dict[str, Any]]
-) -> None:
-    run: Paced = runs["refused"]
-    run.assert_equals(undisturbed[4])
-    assert run.verdicts() == ["preempted", "completed"]
-    assert run.lost_steps() == [0]
-    first, second = (int(attempt["job_id"]) for attempt in run.attempts())
-    assert first == run.job_id != second
-    assert run.job == second
-    # One job after the other, each once, and no third.
-    assert {job.id for job in run.jobs("-t", "all")} == {first, second}
-    assert [run.cluster.restarts(job) for job in (first, second)] == [0, 0]
-    assert run.cluster.show(first)["EndTime"] <= run.cluster.show(second)["StartTime"]
-    assert "presently disabled" in run.events("warning")[0]["reason"]
 
 
 def test_the_time_limit_is_reached_twice(
