@@ -26,7 +26,7 @@ def vitra(cluster: ClusterHandle, vitra_server: VitraServer) -> SlurmVitra:
 
 
 def test_submitted_once_and_it_finishes(cluster: ClusterHandle) -> None:
-    """By a user other than root, from within another job, in a directory with %; 2 x 2 processes."""
+    """By a user other than root, within another job, from a directory with %; 2 x 2 processes."""
     home = cluster.share / "a %j b's täst"
     home.mkdir()
     home.chmod(0o777)
