@@ -103,6 +103,9 @@ def judge(
         return blame(
             Verdict.ERROR, f"{where} was killed together with the task that watched over it"
         )
+    if end.out_of_memory:
+        killed = "was killed by the kernel, as memory ran out (its job's limit, or the machine's)"
+        return blame(Verdict.OUT_OF_MEMORY, f"{where} {killed}")
     if end.signal is not None:
         return blame(Verdict.ERROR, f"{where} was killed by {_signal_name(end.signal)}")
     if codes[rank] == 0:
