@@ -30,6 +30,8 @@ def test_preemption_tells_the_batch_step_and_a_requeue_is_refused(
         resources={"partition": "scav", **ALONE},
     )
     run.wait_for_step(25)
+    # Nor is there accounting, for now.
+    cluster.down("slurmdbd")
     preemptor = cluster.preempt(4)
     waiting = run.status()
     assert (waiting["state"], waiting["job_state"]) == ("requeued", "PENDING"), waiting["reason"]
