@@ -21,6 +21,10 @@ from tests.cluster.paced import HELD_S, SAVE_INTERVAL, Paced, SharedServer, Side
 pytestmark = pytest.mark.timeout(900)
 
 
+#: In the batch script.
+UNTIL_TOLD = "until [ -e go ]; do sleep 0.1; done"
+
+
 @dataclass(frozen=True)
 class Stopped:
     """What became of it: its status, how often its job was requeued, what was left running."""
@@ -98,19 +102,22 @@ def runs(
     assert undisturbed
 
     def stop_again_and_again(name: str) -> tuple[Paced, dict[str, Stopped]]:
-        run = Paced(module_cluster, shared_server, name)
+        run = Paced(module_cluster, shared_server, name, resources={"setup": [UNTIL_TOLD]})
         stops: dict[str, Stopped] = {}
         before = 0
         if name == "ranks":
-            # Before Python is up: only the batch script is there to hear it.
+            # Only the batch script is there to hear it.
             run.wait_until(lambda: run.cluster.state(run.job_id) == "RUNNING", "its job to run")
             to_the_batch_step(run)
+            (run.vitra.directory / "go").touch()
             stops["before Python is up"] = stopped(run)
             # Trainers are there, and still import torch.
             run.wait_until(lambda: len(run.processes("trainer")) == 2, "its ranks to be started")
             run.cluster.scancel("--signal=TERM", f"{run.job_id}.0")
             stops["before the first step"] = stopped(run)
             before = stops["before the first step"].status["attempt"]
+        else:
+            (run.vitra.directory / "go").touch()
         for attempt, (what, send) in enumerate(WHILE_TRAINING[name].items(), before + 1):
             run.wait_for_attempt(attempt)
             run.wait_for_step(run.step() + 2)
