@@ -14,6 +14,7 @@ from types import FrameType
 from pydantic import ValidationError
 
 from launcher.budgets import run_history
+from launcher.goodput import Timekeeper
 from launcher.hang import Hang, HangGuard, Limits
 from launcher.heartbeat import Heartbeats
 from launcher.judge import Decision, Finding, decide, judge
@@ -197,11 +198,15 @@ class Supervisor:
             group = self._launcher.start(self._run_dir, plan, attempt, heartbeats.environment())
             limits = self._limits or Limits.of(plan.spec.retry.hang_timeout_s)
             guard = HangGuard(plan.world_size, limits, files, heartbeats, self._clock)
+            timekeeper = Timekeeper(files, self._clock, restores=resume is not None)
             try:
-                exits, hang = self._watch(group, plan, attempt, guard, note)
+                exits, hang = self._watch(
+                    group, plan, attempt, guard, note, lambda: timekeeper.look(heartbeats.places())
+                )
             except BaseException:
                 group.kill()
                 raise
+            timekeeper.close()
             places = heartbeats.places()
             reports = _read_reports(files, plan.world_size)
             # First: where the scheduler cannot be asked, that is likely to be why.
@@ -276,8 +281,9 @@ class Supervisor:
         attempt: int,
         guard: HangGuard,
         note: Callable[[str], None],
+        look: Callable[[], None],
     ) -> tuple[dict[int, RankExit], Hang | None]:
-        """Wait for every rank to end.
+        """Wait for every rank to end, and call `look` many times a second meanwhile.
 
         Passes stops on, ends the rest when one has failed, and all when they hang: then also
         returns how.
@@ -287,6 +293,7 @@ class Supervisor:
         while True:
             exits = group.poll()
             self._progress.poll()
+            look()
             if len(exits) == plan.world_size:
                 return exits, None
             now = self._clock()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from launcher.budgets import budgets, run_history
+from launcher.goodput import goodput
 from launcher.jobs import effective
 from launcher.lock import lock_holder
 from launcher.registry import read_plan, read_record
@@ -94,8 +96,16 @@ def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any
         "last_checkpoint_step": _last_checkpoint(plan),
         "attempts": attempts,
         "budgets": _budgets(run_dir, plan) if plan else None,
-        "goodput": None,
+        "goodput": goodput(run_dir, alive=stands.alive, waiting_s=_waiting_s(stands)),
     }
+
+
+def _waiting_s(stands: Standing) -> float:
+    """How long the run's job has been waiting, by the clock that its cluster goes by."""
+    job = stands.job
+    if job is None or not job.is_waiting or job.submit_time is None:
+        return 0.0
+    return max(0.0, (datetime.now() - job.submit_time).total_seconds())
 
 
 def finished_steps(

@@ -114,6 +114,21 @@ def test_preempted_three_times_in_an_epoch(
         assert {f"rank_{rank}.log" for rank in range(4)} <= {log.name for log in logs.iterdir()}
 
 
+def test_where_the_time_of_a_preempted_run_went(runs: SideBySide) -> None:
+    run: Paced = runs["low"]
+    spent = run.status()["goodput"]
+    wall_s, ratio = spent.pop("wall_s"), spent.pop("ratio")
+    assert sum(spent.values()) == pytest.approx(wall_s, rel=0.01)
+    assert all(seconds >= 0 for seconds in spent.values()), spent
+    # It waited for the preemptor's end each time, was started four times, and restored three times.
+    lives = run.events("allocated")
+    assert [life["restarts"] for life in lives] == [0, 1, 2, 3]
+    assert spent["queued_s"] == sum(life["queued_s"] for life in lives) > 0
+    assert min(spent["starting_s"], spent["restoring_s"], spent["saving_s"]) > 0
+    assert spent["training_s"] > 80 * 2 * FORWARD_S * 0.9
+    assert 0 < ratio < 1
+
+
 def test_preempted_where_that_cancels_jobs(
     runs: SideBySide, undisturbed: dict[int, dict[str, Any]]
 ) -> None:
