@@ -125,6 +125,10 @@ class MemoryStorage:
         del directory  # every write here is whole
         return 0
 
+    def abort_uploads(self, abandoned: Callable[[str], bool]) -> int:
+        del abandoned
+        return 0
+
     def probe(self) -> None:
         pass
 
