@@ -52,8 +52,8 @@ def s3_uri(s3: S3Server, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def s3_place(s3_uri: str) -> S3Storage:
-    """A place of this test's own."""
-    return S3Storage(s3_uri)
+    """A place of this test's own, where 11 MiB are an upload in three parts."""
+    return S3Storage(s3_uri, piece_bytes=5 << 20)
 
 
 def look_at(

@@ -37,8 +37,8 @@ from trainer.store.storage import Chunk, check_name, flat
 
 #: Requests at a time for one file.
 _PARALLEL = 8
-#: Bytes of one read, and of the first parts of an upload. With `_PARALLEL` it bounds the memory.
-_PIECE_BYTES = 16 << 20
+#: With `_PARALLEL` it bounds the memory.
+PIECE_BYTES = 16 << 20
 #: An object has at most 10,000 parts of at most 5 GiB and is at most 5 TiB: its later parts grow.
 _PARTS_OF_A_SIZE = 1000
 _DOUBLINGS = 8
@@ -47,9 +47,12 @@ _TOKEN = "vitra-write"
 _URI = re.compile(r"s3a?://(?P<bucket>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL | re.IGNORECASE)
 
 
-def part_bytes(number: int) -> int:
-    """How many bytes part `number`, counted from 1, of an upload has; the last may have fewer."""
-    return _PIECE_BYTES << min((number - 1) // _PARTS_OF_A_SIZE, _DOUBLINGS)
+def part_bytes(number: int, first: int = PIECE_BYTES) -> int:
+    """How many bytes part `number`, counted from 1, of an upload has; the last may have fewer.
+
+    `first` is the size of the first.
+    """
+    return first << min((number - 1) // _PARTS_OF_A_SIZE, _DOUBLINGS)
 
 
 class S3Storage:
@@ -58,13 +61,19 @@ class S3Storage:
     Args:
         options: passed to s3fs.
         patience_s: for how long a request that fails is tried again.
+        piece_bytes: of one read, and of the first parts of an upload; S3 wants 5 MiB or more.
 
     Raises:
         UsageError: the URI names no bucket.
     """
 
     def __init__(
-        self, uri: str, options: Mapping[str, Any] | None = None, *, patience_s: float = PATIENCE_S
+        self,
+        uri: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        patience_s: float = PATIENCE_S,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         match = _URI.fullmatch(uri)
         if match is None:
@@ -75,6 +84,7 @@ class S3Storage:
         # Ends in a slash: the neighbour "run-10" begins with "run-1".
         self._prefix = "".join(f"{part}/" for part in parts)
         self._client = S3Client(self._uri, options or {}, patience_s)
+        self._piece_bytes = piece_bytes
 
     @property
     def uri(self) -> str:
@@ -106,8 +116,8 @@ class S3Storage:
         if length <= 0:
             return b""
         pieces = [
-            (start, min(_PIECE_BYTES, offset + length - start))
-            for start in range(offset, offset + length, _PIECE_BYTES)
+            (start, min(self._piece_bytes, offset + length - start))
+            for start in range(offset, offset + length, self._piece_bytes)
         ]
         if len(pieces) == 1:
             return self._read_piece(name, offset, length)
@@ -117,7 +127,7 @@ class S3Storage:
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         if self.size(name) is not None:
             raise FileExistsError(name)
-        parts = _parts(chunks)
+        parts = _parts(chunks, self._piece_bytes)
         first = next(parts, b"")
         second = next(parts, None)
         token = secrets.token_hex(16)
@@ -252,7 +262,8 @@ class S3Storage:
         try:
             answer = self._client.call(
                 "put_object",
-                expected=(PRECONDITION_FAILED, NO_SUCH_KEY),
+                # What is to be replaced may be gone; on servers other than S3, anything may be 404.
+                expected=(PRECONDITION_FAILED, *((NO_SUCH_KEY,) if "IfMatch" in condition else ())),
                 Bucket=self._bucket,
                 Key=key,
                 body=data,
@@ -346,11 +357,11 @@ class S3Storage:
             )
 
 
-def _parts(chunks: Iterable[Chunk]) -> Iterator[bytes]:
+def _parts(chunks: Iterable[Chunk], piece_bytes: int) -> Iterator[bytes]:
     """The content of `chunks` cut into the parts of an upload."""
     number = 1
     views: list[memoryview] = []
-    missing = part_bytes(number)
+    missing = part_bytes(number, piece_bytes)
     for chunk in chunks:
         rest = flat(chunk)
         while rest:
@@ -360,6 +371,6 @@ def _parts(chunks: Iterable[Chunk]) -> Iterator[bytes]:
             if not missing:
                 yield b"".join(views)
                 number += 1
-                views, missing = [], part_bytes(number)
+                views, missing = [], part_bytes(number, piece_bytes)
     if views:
         yield b"".join(views)
