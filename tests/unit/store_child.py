@@ -50,12 +50,16 @@ def train(place: str, at_least: int, ever: int) -> None:
 
 
 def take_over(
-    storage: Storage, at_least: int, ever: int, say: Callable[..., None], size: int = 3000
+    storage: Storage,
+    at_least: int,
+    ever: int,
+    say: Callable[..., None],
+    size_of: Callable[[int], int] = lambda _attempt: 3000,
 ) -> None:
     """Check what the killed process before this one left, then save step after step.
 
-    `at_least` is the last step that was reported as saved, `ever` how many were, `size` the bytes
-    of each shard.
+    `at_least` is the last step that was reported as saved, `ever` how many were, `size_of` tells
+    the bytes of an attempt's shards.
     """
     store = CheckpointStore(storage, RUN)
     store.own()
@@ -66,11 +70,12 @@ def take_over(
     good = store.newest_good(claim)
     step = good.step if good else 0
     assert step >= at_least, (step, at_least)
-    assert good is None or holds_its_content(store, good, size)
+    assert good is None or holds_its_content(store, good, size_of(good.attempt))
     assert store.sweep(claim.attempt).warnings == ()
     assert store.survey().torn == ()
     assert leftovers(storage) == []
     resumed_step = step if good else None
+    size = size_of(claim.attempt)
     say(attempt=claim.attempt, resumed=step)
     while True:
         step += 1
@@ -101,7 +106,7 @@ def rounds(place: str, count: int, seed: int) -> None:
             _take_over_on_s3(place, last, ever, writer)
         os.close(writer)
         # The moments are spread over one and a half times the save.
-        passing, began, took, completed = moments.randint(1, 3), time.monotonic(), 0.0, 0
+        passing, began, took, completed = moments.randint(1, 2), time.monotonic(), 0.0, 0
         with os.fdopen(reader) as pipe:
             for line in pipe:
                 told = json.loads(line)
@@ -131,9 +136,9 @@ def _take_over_on_s3(place: str, at_least: int, ever: int, pipe: int) -> None:
         os.write(pipe, json.dumps(what).encode() + b"\n")
 
     try:
-        # Two parts, one of them short.
         storage = S3Storage(place, piece_bytes=5 << 20)
-        take_over(storage, at_least, ever, tell, size=6 << 20)
+        # Every third attempt uploads in two parts, one of them short.
+        take_over(storage, at_least, ever, tell, lambda n: 3000 if n % 3 else 6 << 20)
     except BaseException:  # noqa: BLE001 - a fork must not return into its parent's code
         tell(failed=traceback.format_exc())
     os._exit(1)

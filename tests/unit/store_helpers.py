@@ -93,6 +93,10 @@ class MemoryStorage:
     def size(self, name: str) -> int | None:
         return len(self.files[name]) if name in self.files else None
 
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        sizes = {name: self.size(f"{directory}/{name}") for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
+
     def read(self, name: str) -> bytes:
         if name not in self.files:
             raise FileNotFoundError(name)

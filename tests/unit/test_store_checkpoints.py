@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -437,9 +438,9 @@ def test_a_checkpoint_deleted_during_a_survey_is_not_damage(store: CheckpointSto
     class Retaining(CutOff):
         """The run retains while the survey has read a manifest and not yet looked at its files."""
 
-        def size(self, name: str) -> int | None:
+        def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
             store.retain(1, keep_last=2, keep_every=None, resumed_step=None)
-            return store.storage.size(name)
+            return store.storage.sizes(directory, names)
 
     survey = CheckpointStore(Retaining(store.storage, 99), RUN).survey()
     assert survey.damaged == ()
@@ -535,10 +536,10 @@ def test_a_newer_attempt_that_swept_the_shards_fences_the_older_off(store: Check
     files = write_files(store, 10, 1)
 
     class Overtaken(CutOff):
-        def size(self, name: str) -> int | None:
+        def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
             if store.newest_attempt() == 1:
                 store.sweep(begin(store))
-            return store.storage.size(name)
+            return store.storage.sizes(directory, names)
 
     with pytest.raises(Fenced, match="attempt 2"):
         CheckpointStore(Overtaken(store.storage, 99), RUN).commit(manifest_of(10, 1, files))

@@ -149,7 +149,9 @@ def _utc_now() -> datetime:
 
 
 class CheckpointStore:
-    """The checkpoints of the run `run_id` at `storage`. Holds no state of its own.
+    """The checkpoints of the run `run_id` at `storage`.
+
+    Remembers nothing but claims, which never change.
 
     Every method may raise StorageError when the storage fails; what was committed stays valid.
     """
@@ -160,6 +162,7 @@ class CheckpointStore:
         self.storage = storage
         self.run_id = run_id
         self._clock = clock
+        self._known_claims: dict[int, Claim] = {}
 
     @classmethod
     def of_plan(cls, plan: Plan, *, patience_s: float | None = None) -> Self:
@@ -495,6 +498,11 @@ class CheckpointStore:
     # -- Parts -------------------------------------------------------------------------------
 
     def _claim(self, attempt: int) -> Claim:
+        if attempt not in self._known_claims:
+            self._known_claims[attempt] = self._read_claim(attempt)
+        return self._known_claims[attempt]
+
+    def _read_claim(self, attempt: int) -> Claim:
         name = claim_name(attempt)
         problem = f"{self.storage.uri}/{name}: not a claim that can be read"
         hint = "restore it: without it nothing says which checkpoints count"
@@ -661,8 +669,10 @@ class CheckpointStore:
     def _absent(self, manifest: CheckpointManifest) -> list[str]:
         """What is missing or of another size among the files listed, in words."""
         problems: list[str] = []
+        names = [entry.name for entry in manifest.files]
+        sizes = self.storage.sizes(step_directory(manifest.step), names)
         for entry in manifest.files:
-            size = self.storage.size(file_path(manifest.step, entry.name))
+            size = sizes.get(entry.name)
             if size != entry.size_bytes:
                 problems.append(_size_problem(entry, size))
         return problems

@@ -109,6 +109,15 @@ class S3Storage:
                 return int(entry["Size"])
         return None
 
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        prefix = self._key(directory) + "/"
+        there = {
+            entry["Key"].removeprefix(prefix): int(entry["Size"])
+            for page in self._pages(prefix, Delimiter="/")
+            for entry in page.get("Contents", ())
+        }
+        return {name: there[name] for name in names if name in there}
+
     def read(self, name: str) -> bytes:
         return self._read(name)[0]
 

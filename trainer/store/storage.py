@@ -67,6 +67,10 @@ class Storage(Protocol):
         """The file's size in bytes as the storage knows it now; None if there is no such file."""
         ...
 
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        """The size in bytes, as `size` tells it, of each of `names` that is in `directory`."""
+        ...
+
     def read(self, name: str) -> bytes:
         """The whole content. Raises FileNotFoundError."""
         ...
@@ -170,6 +174,10 @@ class LocalStorage:
             return os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
+
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        sizes = {name: self.size(f"{directory}/{name}") for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
