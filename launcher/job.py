@@ -252,6 +252,8 @@ class Supervisor:
         from trainer.store.checkpoints import CheckpointStore
 
         store = CheckpointStore.of_plan(plan)
+        # Before ranks are started: what cannot be written, read and deleted can hold no checkpoint.
+        store.storage.probe()
         store.own()
         # Looked at before the claim, which turns the reason of each into "no part of the run".
         survey = store.survey()

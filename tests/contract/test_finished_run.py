@@ -252,7 +252,7 @@ REFUSED_CHANGES = {
     "bad value": (("-o", "train.max_steps=-3"), "train.max_steps"),
     "impossible": (("-o", "train.per_device_batch_size=3"), "per_device_batch_size"),
     "elastic": (("-o", "resources.nodes={min: 1, max: 2}"), "not yet"),
-    "place": (("-o", "checkpoint.uri=s3://bucket", "-o", "train.max_steps=30"), "not yet"),
+    "place": (("-o", "checkpoint.uri=ftp://host/x", "-o", "train.max_steps=30"), "ftp://"),
 }
 
 
