@@ -289,6 +289,43 @@ class Slurm:
             if not re.fullmatch(r"(idle|mix|alloc|compl)\w*", state)
         ]
 
+    def version(self) -> str:
+        """Slurm's name and version, as its commands say it."""
+        return self._ask("scontrol", "--version").strip()
+
+    def ping(self) -> str:
+        """Which controllers there are, and how they are.
+
+        Raises:
+            SchedulerUnavailable: none is up.
+        """
+        text = " ".join(self._ask("scontrol", "ping").split())
+        if " UP" not in text:
+            raise SchedulerUnavailable(f"no controller is up: {text}")
+        return text
+
+    def on_a_node(
+        self, argv: Sequence[str], options: Sequence[str], *, within_s: int, timeout_s: float
+    ) -> str:
+        """What a program prints on some compute node.
+
+        Args:
+            options: srun's, for which node.
+            within_s: for how long a free node is waited for.
+            timeout_s: for how long the program may run then.
+
+        Raises:
+            SchedulerUnavailable: none was free, or there was no answer. SchedulerRejected: Slurm
+                refuses, or the program failed.
+        """
+        words = ("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--input=none", "--quiet")
+        limits = (f"--immediate={within_s}", "--time=2", "--job-name=vitra-doctor")
+        return self._ask(
+            *(*words, *limits, *options, *argv),
+            timeout_s=within_s + timeout_s,
+            empty_is_fine=True,
+        )
+
     def partitions(self) -> dict[str, Partition]:
         text = self._ask("scontrol", "-a", "-o", "show", "partition")
         found = [_partition(fields(line)) for line in text.splitlines() if line.strip()]
