@@ -86,6 +86,8 @@ class SlurmSurroundings:
         # Not worth failing for: what is to be known of the job is asked again when it matters.
         job = self._job()
         self._end_time = job.end_time if job else None
+        #: How long the job waited for this life, by its controller's clock.
+        self.queued_s = _waited_s(job)
         if job is not None and not job.requeue:
             try:
                 slurm.allow_requeue(batch.job_id)
@@ -355,6 +357,13 @@ class SlurmSurroundings:
         return (self._end_time - datetime.now()).total_seconds()
 
 
+def _waited_s(job: Job | None) -> float:
+    """Seconds from a job's submission, or requeue, to its start; 0 where they are not known."""
+    if job is None or job.submit_time is None or job.start_time is None:
+        return 0.0
+    return max(0.0, (job.start_time - job.submit_time).total_seconds())
+
+
 def main(arguments: Sequence[str]) -> int:
     """Supervise a run from within its job; returns the exit code of the batch script.
 
@@ -400,6 +409,14 @@ def _supervise(run_dir: RunDir, batch: BatchJob, early: list[int]) -> int:
         raise Fenced("the run is over; `vitra resume` takes it up again")
     slurm = Slurm(os.environ)
     surroundings = SlurmSurroundings(slurm, batch, run_dir, plan)
+    append_event(
+        run_dir,
+        "allocated",
+        job_id=batch.job_id,
+        restarts=batch.restarts,
+        nodes=batch.nodes,
+        queued_s=surroundings.queued_s,
+    )
     close_unjudged(run_dir)
     supervisor = Supervisor(
         run_dir,

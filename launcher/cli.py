@@ -246,6 +246,36 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
 
 
 @app.command()
+def doctor(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SPEC]", help="What is to run; looked at as well."),
+    ] = None,
+    override: Overrides = None,
+    run_root: RunRoot = None,
+    json_: Json = False,
+) -> None:
+    """Is this machine, its cluster and its storage ready: every finding with its fix."""
+    from launcher import doctor as examination
+    from launcher.registry import choose_run_root
+    from launcher.slurm import Slurm
+    from launcher.submit import draft
+
+    drafted = (
+        None if spec is None else draft(spec, override or [], run_root=run_root, environ=os.environ)
+    )
+    root = choose_run_root(run_root, None, os.environ) if drafted is None else drafted.run_root
+    findings: list[examination.Finding] = []
+    for finding in examination.examine(drafted, root, Slurm(os.environ), os.environ):
+        findings.append(finding)
+        if not json_:
+            _print_lines(examination.finding_lines(finding))
+    if json_:
+        _print_json(examination.doctor_facts(findings))
+    sys.exit(examination.first_exit_code(findings))
+
+
+@app.command()
 def ps(
     all_: Annotated[
         bool, typer.Option("--all", "-a", help="All runs, not only the newest 20.")

@@ -13,10 +13,11 @@ from types import FrameType
 
 from pydantic import ValidationError
 
+from launcher.budgets import run_history
+from launcher.goodput import Timekeeper
 from launcher.hang import Hang, HangGuard, Limits
 from launcher.heartbeat import Heartbeats
-from launcher.jobs import effective
-from launcher.judge import Decision, Finding, PastAttempt, decide, judge
+from launcher.judge import Decision, Finding, decide, judge
 from launcher.progress import Progress
 from launcher.schedulers.base import Interruption, RankGroup, RankLauncher, Surroundings
 from launcher.status import finished_steps
@@ -197,11 +198,15 @@ class Supervisor:
             group = self._launcher.start(self._run_dir, plan, attempt, heartbeats.environment())
             limits = self._limits or Limits.of(plan.spec.retry.hang_timeout_s)
             guard = HangGuard(plan.world_size, limits, files, heartbeats, self._clock)
+            timekeeper = Timekeeper(files, self._clock, restores=resume is not None)
             try:
-                exits, hang = self._watch(group, plan, attempt, guard, note)
+                exits, hang = self._watch(
+                    group, plan, attempt, guard, note, lambda: timekeeper.look(heartbeats.places())
+                )
             except BaseException:
                 group.kill()
                 raise
+            timekeeper.close()
             places = heartbeats.places()
             reports = _read_reports(files, plan.world_size)
             # First: where the scheduler cannot be asked, that is likely to be why.
@@ -247,6 +252,8 @@ class Supervisor:
         from trainer.store.checkpoints import CheckpointStore
 
         store = CheckpointStore.of_plan(plan)
+        # Before ranks are started: what cannot be written, read and deleted can hold no checkpoint.
+        store.storage.probe()
         store.own()
         # Looked at before the claim, which turns the reason of each into "no part of the run".
         survey = store.survey()
@@ -276,8 +283,9 @@ class Supervisor:
         attempt: int,
         guard: HangGuard,
         note: Callable[[str], None],
+        look: Callable[[], None],
     ) -> tuple[dict[int, RankExit], Hang | None]:
-        """Wait for every rank to end.
+        """Wait for every rank to end, and call `look` many times a second meanwhile.
 
         Passes stops on, ends the rest when one has failed, and all when they hang: then also
         returns how.
@@ -287,6 +295,7 @@ class Supervisor:
         while True:
             exits = group.poll()
             self._progress.poll()
+            look()
             if len(exits) == plan.world_size:
                 return exits, None
             now = self._clock()
@@ -464,25 +473,6 @@ def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
         except (OSError, ValidationError):
             continue
     return reports
-
-
-def run_history(run_dir: RunDir) -> list[PastAttempt]:
-    """The judged attempts since a person last started or resumed the run."""
-    past: list[PastAttempt] = []
-    progressed: set[int] = set()
-    for event in effective(read_lines(run_dir.events)):
-        match event.get("event"):
-            case "resumed":
-                past = []
-            case "saved":
-                progressed.add(int(event["attempt"]))
-            case "ended":
-                past.append(
-                    PastAttempt(Verdict(event["verdict"]), int(event["attempt"]) in progressed)
-                )
-            case _:
-                pass
-    return past
 
 
 if __name__ == "__main__":

@@ -103,6 +103,9 @@ def judge(
         return blame(
             Verdict.ERROR, f"{where} was killed together with the task that watched over it"
         )
+    if end.out_of_memory:
+        killed = "was killed by the kernel, as memory ran out (its job's limit, or the machine's)"
+        return blame(Verdict.OUT_OF_MEMORY, f"{where} {killed}")
     if end.signal is not None:
         return blame(Verdict.ERROR, f"{where} was killed by {_signal_name(end.signal)}")
     if codes[rank] == 0:
@@ -167,6 +170,7 @@ CAUSES = {
     Verdict.ERROR: "error",
     Verdict.OUT_OF_MEMORY: "out_of_memory",
 }
+_ERRORS = frozenset((Verdict.ERROR, Verdict.OUT_OF_MEMORY))
 _COUNT_TOWARD_NO_PROGRESS = frozenset(
     (Verdict.HANG, Verdict.ERROR, Verdict.OUT_OF_MEMORY, Verdict.TIME_LIMIT)
 )
@@ -189,17 +193,10 @@ def decide(finding: Finding, history: Sequence[PastAttempt], policy: RetrySpec) 
     port_taken = finding.error == _RENDEZVOUS_ERROR and _PORT_TAKEN in finding.reason
     if CAUSES[verdict] not in policy.restart_on and not port_taken:
         return Decision(False, RunState.FAILED, verdict, finding.reason)
-    if verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY) and not port_taken:
-        used = sum(past.verdict in (Verdict.ERROR, Verdict.OUT_OF_MEMORY) for past in history)
-        if used > policy.max_error_restarts:
-            budget = f"retry.max_error_restarts={policy.max_error_restarts} is used up"
-            return Decision(False, RunState.FAILED, verdict, f"{finding.reason}; {budget}")
-    stuck = 0
-    for past in reversed(history):
-        if past.made_progress:
-            break
-        # A preemption between two hangs is no progress, and no fault of the run either.
-        stuck += past.verdict in _COUNT_TOWARD_NO_PROGRESS
+    if verdict in _ERRORS and not port_taken and error_restarts_left(history, policy) < 0:
+        budget = f"retry.max_error_restarts={policy.max_error_restarts} is used up"
+        return Decision(False, RunState.FAILED, verdict, f"{finding.reason}; {budget}")
+    stuck = _stuck(history)
     if stuck >= policy.max_no_progress:
         why = (
             f"{stuck} attempts in a row without a new checkpoint (retry.max_no_progress); "
@@ -207,6 +204,27 @@ def decide(finding: Finding, history: Sequence[PastAttempt], policy: RetrySpec) 
         )
         return Decision(False, RunState.FAILED, Verdict.NO_PROGRESS, why)
     return Decision(True, RunState.REQUEUED, verdict, finding.reason)
+
+
+def error_restarts_left(history: Sequence[PastAttempt], policy: RetrySpec) -> int:
+    """How many more errors a run starts again after; -1 after one that was too many."""
+    return policy.max_error_restarts - sum(past.verdict in _ERRORS for past in history)
+
+
+def starts_left_without_progress(history: Sequence[PastAttempt], policy: RetrySpec) -> int:
+    """How many more ends that count toward retry.max_no_progress a run starts again after."""
+    return max(0, policy.max_no_progress - 1 - _stuck(history))
+
+
+def _stuck(history: Sequence[PastAttempt]) -> int:
+    """How many attempts have failed since the last one that saved something new."""
+    stuck = 0
+    for past in reversed(history):
+        if past.made_progress:
+            break
+        # A preemption between two hangs is no progress, and no fault of the run either.
+        stuck += past.verdict in _COUNT_TOWARD_NO_PROGRESS
+    return stuck
 
 
 def _signal_name(number: int) -> str:

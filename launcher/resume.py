@@ -13,7 +13,7 @@ from launcher.load import changed_fields, dotted, dump_overrides, load_spec, rea
 from launcher.planner import replan
 from launcher.registry import absolute, read_plan
 from launcher.status import Standing, run_status
-from launcher.submit import refuse_foreign_place, refuse_later_parts
+from launcher.submit import refuse_later_parts, refuse_place
 from trainer.spec.errors import UsageError
 from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
@@ -91,7 +91,7 @@ def check_resume(
             f"{new.total_steps} steps in all are fewer than the {saved} that are trained and saved",
             f"give {saved} or more",
         )
-    refuse_foreign_place(new)
+    refuse_place(new)
     for field in changes:
         say(f"changed: {_change(field, old.spec, new.spec)}")
     if new.threads_per_rank != old.threads_per_rank:

@@ -71,8 +71,9 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "checkpoint.keep_last": "How many of the newest are kept, at least 2.",
         "checkpoint.keep_every": "Also keep each step that this divides.",
         "checkpoint.async_save": "Write in the background while training goes on.",
-        "checkpoint.init_from": "Weights to start from: a checkpoint directory or a safetensors "
-        "file. Used only while the run has no checkpoint of its own.",
+        "checkpoint.init_from": "Weights to start from, a path or URL: the directory of one "
+        "checkpoint, a safetensors file or a weights.pt. Used only while the run has no checkpoint "
+        "of its own.",
         "checkpoint.storage_options": "Passed to fsspec. No secrets: those come from the "
         "environment.",
         "resources": "What to ask the cluster for. What is unset is not asked for.",

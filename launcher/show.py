@@ -61,6 +61,8 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         f"state       {facts['state']}: {facts['reason']}",
         f"step        {facts['step']} of {total}",
         f"checkpoint  {saved}",
+        *_goodput_lines(facts["goodput"]),
+        *_budget_lines(facts["budgets"]),
         f"directory   {facts['run_dir']}",
     ]
     if facts["job_id"] is not None:
@@ -74,6 +76,38 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         verdict = attempt["verdict"] or "running"
         lines.append(f"attempt {attempt['attempt']}   {verdict}, {steps}: {attempt['reason']}")
     return lines
+
+
+#: The parts of a run's time as people call them.
+_PARTS = {
+    "training_s": "training",
+    "saving_s": "saving",
+    "restoring_s": "restoring",
+    "starting_s": "starting",
+    "queued_s": "queued",
+    "lost_s": "lost",
+    "other_s": "other",
+}
+
+
+def _goodput_lines(goodput: dict[str, float | None] | None) -> list[str]:
+    """What share of its time on nodes a run trained for good, and where the rest went."""
+    if goodput is None or goodput["ratio"] is None:
+        return []
+    parts = [(goodput[name] or 0.0, word) for name, word in _PARTS.items()]
+    went = ", ".join(f"{word} {clock_time(seconds)}" for seconds, word in parts if seconds >= 0.5)
+    return [f"goodput     {goodput['ratio']:.0%} of {clock_time(goodput['wall_s'] or 0.0)}: {went}"]
+
+
+def _budget_lines(budgets: dict[str, dict[str, int | None]] | None) -> list[str]:
+    """How often attempts ended by what, since a person last started it, and may still."""
+    if budgets is None:
+        return []
+    words: list[str] = []
+    for verdict, budget in budgets.items():
+        left = "no limit" if budget["left"] is None else f"{budget['left']} left"
+        words.append(f"{verdict} {budget['used']} ({left})")
+    return [f"retries     {', '.join(words[:3])}", f"            {', '.join(words[3:])}"]
 
 
 def checkpoint_lines(facts: dict[str, Any]) -> list[str]:

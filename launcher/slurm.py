@@ -41,6 +41,7 @@ _OUT_OF_REACH = (
 #: Variables that change what squeue and its like show.
 _TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:]*)=")
+_HOST_NAME = re.compile(r"[\w.-]+")
 _TRIES = 4
 
 #: States of a job that is in the queue or on its nodes; every other is an end.
@@ -237,7 +238,11 @@ class Slurm:
 
     def host_names(self, node_list: str) -> list[str]:
         """The nodes that a list such as node[1-3,7] stands for, in its order."""
-        return self._ask("scontrol", "show", "hostnames", node_list).split()
+        names = self._ask("scontrol", "show", "hostnames", node_list).split()
+        if not all(_HOST_NAME.fullmatch(name) for name in names):
+            # Of a list that is cut off, scontrol makes names that nobody has.
+            raise SchedulerRejected(f"{node_list!r} is no list of nodes")
+        return names
 
     def unusable(self, nodes: Sequence[str]) -> list[str]:
         """Those of the nodes that are down or do not answer (Slurm marks these with a star)."""
@@ -283,6 +288,43 @@ class Slurm:
             for name, _, state in lines
             if not re.fullmatch(r"(idle|mix|alloc|compl)\w*", state)
         ]
+
+    def version(self) -> str:
+        """Slurm's name and version, as its commands say it."""
+        return self._ask("scontrol", "--version").strip()
+
+    def ping(self) -> str:
+        """Which controllers there are, and how they are.
+
+        Raises:
+            SchedulerUnavailable: none is up.
+        """
+        text = " ".join(self._ask("scontrol", "ping").split())
+        if " UP" not in text:
+            raise SchedulerUnavailable(f"no controller is up: {text}")
+        return text
+
+    def on_a_node(
+        self, argv: Sequence[str], options: Sequence[str], *, within_s: int, timeout_s: float
+    ) -> str:
+        """What a program prints on some compute node.
+
+        Args:
+            options: srun's, for which node.
+            within_s: for how long a free node is waited for.
+            timeout_s: for how long the program may run then.
+
+        Raises:
+            SchedulerUnavailable: none was free, or there was no answer. SchedulerRejected: Slurm
+                refuses, or the program failed.
+        """
+        words = ("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--input=none", "--quiet")
+        limits = (f"--immediate={within_s}", "--time=2", "--job-name=vitra-doctor")
+        return self._ask(
+            *(*words, *limits, *options, *argv),
+            timeout_s=within_s + timeout_s,
+            empty_is_fine=True,
+        )
 
     def partitions(self) -> dict[str, Partition]:
         text = self._ask("scontrol", "-a", "-o", "show", "partition")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from launcher.budgets import budgets, run_history
+from launcher.goodput import goodput
 from launcher.jobs import effective
 from launcher.lock import lock_holder
 from launcher.registry import read_plan, read_record
@@ -92,8 +95,17 @@ def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any
         "total_steps": plan.total_steps if plan else None,
         "last_checkpoint_step": _last_checkpoint(plan),
         "attempts": attempts,
-        "goodput": None,
+        "budgets": _budgets(run_dir, plan) if plan else None,
+        "goodput": goodput(run_dir, alive=stands.alive, waiting_s=_waiting_s(stands)),
     }
+
+
+def _waiting_s(stands: Standing) -> float:
+    """How long the run's job has been waiting, by the clock that its cluster goes by."""
+    job = stands.job
+    if job is None or not job.is_waiting or job.submit_time is None:
+        return 0.0
+    return max(0.0, (datetime.now() - job.submit_time).total_seconds())
 
 
 def finished_steps(
@@ -208,6 +220,12 @@ def _reason_of_attempts(attempts: list[dict[str, Any]]) -> str:
 def _resume_step(events: list[dict[str, Any]]) -> int | None:
     steps = [e["step"] for e in events if e.get("event") == "started"]
     return int(steps[-1]) if steps else None
+
+
+def _budgets(run_dir: RunDir, plan: Plan) -> dict[str, dict[str, int | None]]:
+    """By verdict: how often attempts ended by it, and how often more the run goes on after it."""
+    found = budgets(run_history(run_dir), plan.spec.retry)
+    return {budget.verdict.value: {"used": budget.used, "left": budget.left} for budget in found}
 
 
 def _last_checkpoint(plan: Plan | None) -> int | None:

@@ -36,6 +36,8 @@ from trainer.spec.rundir import RunDir, append_event, utc_now, write_atomic
 if TYPE_CHECKING:
     from trainer.store.checkpoints import CheckpointStore
 
+#: How long a person waits to hear that a checkpoint place cannot be reached.
+_PLACE_PATIENCE_S = 8.0
 #: Opening a large data set over a slow file system takes its time; hanging for ever is no option.
 _PROBE_TIMEOUT_S = 600.0
 
@@ -74,7 +76,7 @@ def refuse_later_parts(checked: Plan) -> None:
             "resources.nodes is a range: elastic runs are planned, but not yet run by this version",
             f"write one number, such as nodes: {checked.nodes}",
         )
-    # Refuses places of a kind that is not yet supported.
+    # Refuses places of a kind that cannot be used.
     _store_of(checked)
 
 
@@ -164,11 +166,8 @@ def fill(
     loaded = draft_.loaded
     planned = _plan_in(loaded, draft_.run_root, run_dir.path.name)
     store = _store_of(planned)
-    store.storage.probe()
-    refuse_foreign_place(planned)
-    source = loaded.spec.checkpoint.init_from
-    if source is not None and not Path(source).exists():
-        raise errors.NotFound(f"checkpoint.init_from={source}: there is nothing there")
+    refuse_place(planned)
+    _refuse_source(loaded.spec)
 
     say("checking data and model")
     around = component_environment(environ, loaded.spec)
@@ -218,18 +217,39 @@ def _results(run_root: Path, planned: Plan) -> list[Path]:
     return [run_root, place] if place.is_absolute() else [run_root]
 
 
-def refuse_foreign_place(checked: Plan) -> None:
-    """Raises CheckpointError if the checkpoint place belongs to another run. Writes nothing."""
+def refuse_place(checked: Plan) -> None:
+    """Try the checkpoint place out; leaves it as it was.
+
+    Raises:
+        StorageError: it cannot be written, read, listed and deleted from here.
+        CheckpointError: it belongs to another run.
+    """
     store = _store_of(checked)
+    store.storage.probe()
     if store.owner() not in (None, checked.run_id):
         store.own()
+
+
+def _refuse_source(spec: RunSpec) -> None:
+    """Raises NotFound or StorageError if there are no weights to start from."""
+    from trainer.store.source import find_source
+
+    source = spec.checkpoint.init_from
+    if source is None:
+        return
+    options = spec.checkpoint.storage_options
+    if find_source(source, options, patience_s=_PLACE_PATIENCE_S) is None:
+        raise errors.NotFound(
+            f"checkpoint.init_from={source}: there is nothing there",
+            "name a safetensors file, a weights.pt, or the directory of one step (.../step-...)",
+        )
 
 
 def _store_of(planned: Plan) -> CheckpointStore:
     """Raises UsageError if the checkpoint place is of a kind that cannot be used."""
     from trainer.store.checkpoints import CheckpointStore
 
-    return CheckpointStore.of_plan(planned)
+    return CheckpointStore.of_plan(planned, patience_s=_PLACE_PATIENCE_S)
 
 
 def _plan_in(loaded: LoadedSpec, run_root: Path, run_id: str) -> Plan:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from launcher.oom import oom_kills
 from launcher.slurm_env import is_step_task, rank_variables
 from trainer.spec.rundir import RunDir, write_atomic
 
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
         os.environ |= rank_variables(os.environ)
         _log_to_own_file(RunDir(Path(run_dir)))
     forward = _Forwarder()
+    kills = oom_kills()
     # The trainer inherits the mask and lifts it when it has its handlers: a stop that reaches it
     # earlier waits for that, where it would kill an interpreter that is just starting.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
@@ -52,7 +54,10 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     forward.to(child)
     code = child.wait()
-    if _record(RunDir(Path(run_dir)), code) and is_step_task(os.environ):
+    out_of_memory = code == -signal.SIGKILL and oom_kills() > kills
+    if _record(RunDir(Path(run_dir)), code, out_of_memory=out_of_memory) and is_step_task(
+        os.environ
+    ):
         # All is said. On another code srun would have the step ended: ranks that saved as well and
         # are a moment later; and, where srun was cut off from Slurm, after that the step that has
         # this one's number in the job's next life.
@@ -95,7 +100,7 @@ def _log_to_own_file(run_dir: RunDir) -> None:
     os.close(descriptor)
 
 
-def _record(run_dir: RunDir, code: int) -> bool:
+def _record(run_dir: RunDir, code: int, *, out_of_memory: bool) -> bool:
     """Publish attempts/K/rank_R.exit, without which the rank counts as lost; whether it is there"""
     rank = int(os.environ["RANK"])
     path = run_dir.attempt(int(os.environ["VITRA_ATTEMPT"])).exit(rank)
@@ -105,6 +110,7 @@ def _record(run_dir: RunDir, code: int) -> bool:
         "exit_code": code if code >= 0 else None,
         "signal": -code if code < 0 else None,
         "ended_at": time.time(),
+        "out_of_memory": out_of_memory,
     }
     try:
         write_atomic(path, json.dumps(record).encode())

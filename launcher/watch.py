@@ -16,8 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from launcher.budgets import run_history
 from launcher.cancel import cancel_run, record_end
-from launcher.job import close_unjudged, run_history
+from launcher.job import close_unjudged
 from launcher.jobs import current_job, effective, note_job
 from launcher.judge import Finding, decide
 from launcher.lock import RunLock

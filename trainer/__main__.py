@@ -1,7 +1,8 @@
 """`python -P -m trainer RUN_DIR`: what every rank runs.
 
-`--probe` checks a spec's components, `--export` writes a checkpoint's weights to one file; both
-read a request from stdin and answer with one JSON document.
+`--probe` checks a spec's components, `--export` writes a checkpoint's weights to one file,
+`--about` says what there is of torch; each reads a request from stdin and answers with one JSON
+document.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signa
 
 def main(arguments: list[str]) -> int:
     """Run one rank, or answer one request; returns the exit code."""
-    if arguments in (["--probe"], ["--export"]):
+    if arguments in (["--probe"], ["--export"], ["--about"]):
         return _answer(arguments[0])
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        sys.stderr.write("usage: python -P -m trainer RUN_DIR | --probe | --export\n")
+        sys.stderr.write("usage: python -P -m trainer RUN_DIR | --probe | --export | --about\n")
         return 2
     # First of all: a stop that comes while torch is being imported must not be lost, and a rank
     # must not outlive the process that started it.
@@ -52,6 +53,8 @@ def _answer(question: str) -> int:
         os.dup2(2, 1)
         if question == "--export":
             from trainer.export import export as carry_out
+        elif question == "--about":
+            from trainer.about import about as carry_out
         else:
             from trainer.probe import probe as carry_out
 

@@ -116,8 +116,9 @@ def run(
     keep += [group, strategy]
 
     checkpoints.restore(strategy, state)
-    if state.step == 0 and plan.spec.checkpoint.init_from is not None:
-        load_initial_weights(plan.spec.checkpoint.init_from, strategy, ranks, agree)
+    start = plan.spec.checkpoint
+    if state.step == 0 and start.init_from is not None:
+        load_initial_weights(start.init_from, strategy, ranks, agree, start.storage_options)
     if ranks.is_primary:
         records.rebuild(state.step)
     agree.barrier()

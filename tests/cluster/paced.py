@@ -58,16 +58,18 @@ class Paced(Run):
         nodes: int = 2,
         tasks: int = 1,
         forward_s: float = FORWARD_S,
+        environ: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> None:
-        """Submit it; `changes` are to sections of the spec, by section."""
+        """Submit it, with more variables; `changes` are to sections of the spec, by section."""
         vitra = SlurmVitra(cluster, server)
         vitra.directory = cluster.share / name
         vitra.directory.mkdir()
         code = vitra.directory / "code"
         code.mkdir()
         shutil.copy(COMPONENTS / "paced.py", code)
-        vitra.environ = {**cluster.environ, "PYTHONPATH": f"{code}:{cluster.environ['PYTHONPATH']}"}
+        path = f"{code}:{cluster.environ['PYTHONPATH']}"
+        vitra.environ = {**cluster.environ, "PYTHONPATH": path, **(environ or {})}
         self._pace = {"forward": forward_s}
         self._pace_file = vitra.directory / "pace"
         self.pace()
@@ -81,9 +83,9 @@ class Paced(Run):
         document["resources"] = {"nodes": nodes, "tasks_per_node": tasks, "time": 30}
         for section, keys in changes.items():
             document[section] = {**document.get(section, {}), **keys}
-        path = vitra.directory / "spec.yaml"
-        path.write_text(yaml.safe_dump(document, sort_keys=False))
-        answer = vitra("submit", path, "--json").json
+        spec_file = vitra.directory / "spec.yaml"
+        spec_file.write_text(yaml.safe_dump(document, sort_keys=False))
+        answer = vitra("submit", spec_file, "--json").json
         super().__init__(vitra, Path(answer["run_dir"]))
         self.job_id = int(answer["job_id"])
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from launcher.jobs import job_comment
-from slurm.cluster import NodeProcess
 from tests.cluster.handle import ClusterHandle, Queued
 from tests.conftest import Vitra, VitraServer, tiny_spec
 from trainer.spec.rundir import RunDir, read_lines
@@ -38,14 +34,6 @@ class SlurmVitra(Vitra):
         path.write_text(tiny_spec(**{**SMALL, **spec}))
         answer = self("submit", path, "--json", *words, environ=environ).json
         return Run(self, Path(answer["run_dir"]))
-
-    def submit_document(
-        self, document: Mapping[str, Any], environ: Mapping[str, str] | None = None
-    ) -> Run:
-        """Submit what a whole spec says."""
-        path = self.directory / "spec.yaml"
-        path.write_text(yaml.safe_dump(document, sort_keys=False))
-        return Run(self, Path(self("submit", path, "--json", environ=environ).json["run_dir"]))
 
     def only_run(self) -> Run:
         """The one run there is, whatever has become of its submission."""
@@ -75,38 +63,10 @@ class Run:
     def state(self) -> str:
         return str(self.status()["state"])
 
-    def jobs(self) -> list[Queued]:
-        """Its jobs in the queue."""
-        queue = self.vitra.cluster.queue()
+    def jobs(self, *options: str) -> list[Queued]:
+        """Its jobs in the queue, or those that squeue shows with these options."""
+        queue = self.vitra.cluster.queue(*options)
         return [job for job in queue if job.comment == job_comment(self.id)]
-
-    def attempts(self) -> list[dict[str, Any]]:
-        """The judged attempts: their outcome.json, in order."""
-        paths = (self.dir.attempt(number).outcome for number in self.dir.attempt_numbers())
-        return [json.loads(path.read_text()) for path in paths if path.exists()]
-
-    def verdicts(self) -> list[str]:
-        return [attempt["verdict"] for attempt in self.attempts()]
-
-    def wait_for_step(self, step: int, attempt: int = 1) -> None:
-        """Return once an attempt, or a later one, has finished a step."""
-
-        def reached() -> bool:
-            number = max(self.dir.attempt_numbers(), default=0)
-            steps = [record["step"] for record in read_lines(self.dir.attempt(number).metrics)]
-            return number >= attempt and steps[-1:] >= [step]
-
-        self.vitra.cluster.wait_for(f"step {step} of attempt {attempt} of {self.id}", reached)
-
-    def processes(self) -> list[NodeProcess]:
-        """What runs of it on the nodes; `pid` is this machine's."""
-        return [p for p in self.vitra.cluster.processes() if str(self.dir.path) in p.argv]
-
-    def ranks(self) -> list[NodeProcess]:
-        return [p for p in self.processes() if "trainer" in p.argv]
-
-    def batch_log(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.dir.path.glob("batch-*.log")))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.dir.events) if event["event"] == name]
@@ -125,17 +85,34 @@ def in_place_of_sbatch(directory: Path, script: str) -> dict[str, str]:
 
     In it, $real is the real one's path and $n the number of the call, from 1.
     """
-    directory.mkdir()
-    command = directory / "sbatch"
-    command.write_text(
+    return _in_place_of(
+        directory,
+        "sbatch",
         f"""\
-#!/bin/bash
-real={shutil.which("sbatch")}
 [ "$1" != --test-only ] || exec "$real" "$@"
 echo call >>"${{0%/*}}/calls"
 n=$(wc -l <"${{0%/*}}/calls")
 {script}
-"""
+""",
     )
+
+
+def where_requeue_is_refused(directory: Path) -> dict[str, str]:
+    """A PATH on which `scontrol requeue` is refused, whatever the job's owner has allowed."""
+    return _in_place_of(
+        directory,
+        "scontrol",
+        """\
+[ "$1" = requeue ] || exec "$real" "$@"
+echo "Requested operation is presently disabled for job $2" >&2
+exit 1
+""",
+    )
+
+
+def _in_place_of(directory: Path, name: str, script: str) -> dict[str, str]:
+    directory.mkdir()
+    command = directory / name
+    command.write_text(f"#!/bin/bash\nreal={shutil.which(name)}\n{script}")
     command.chmod(0o755)
     return {"PATH": f"{directory}:{os.environ['PATH']}"}

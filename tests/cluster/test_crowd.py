@@ -17,14 +17,13 @@ N_RUNS = 8
 def test_eight_runs_on_one_node_and_two_jobs_too_many(
     cluster: ClusterHandle, shared_server: SharedServer
 ) -> None:
-    """All ranks of all runs listen on ports of the same host; each run is trained by one job."""
+    """All runs' ranks meet at ports of the same host; each run is trained by one job."""
     blocker = cluster.preempt(1, nodes=["node1"])
     start = partial(
         Paced,
         cluster,
         shared_server,
         nodes=1,
-        tasks=2,
         forward_s=0.0,
         train={"max_steps": 3},
         resources={"nodelist": "node1"},

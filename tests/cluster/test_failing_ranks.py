@@ -1,5 +1,5 @@
 """Ranks that die, stop or leave: found out, named, ended within a minute, and not started again
-unless the run says so. One run suffers it all, resumed by hand each time, and is none the worse.
+unless the run says so. Two runs suffer it all, resumed by hand each time, and are none the worse.
 """
 
 from __future__ import annotations
@@ -7,15 +7,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
 
 from tests.cluster.handle import ClusterHandle
-from tests.cluster.paced import SAVE_INTERVAL, Paced, SharedServer
+from tests.cluster.paced import SAVE_INTERVAL, Paced, SharedServer, SideBySide
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,55 +34,73 @@ class Failed:
     restarts: int
 
 
+def end(word: str, number: int) -> Callable[[Paced], None]:
+    return lambda run: os.kill(run.pid(word, rank=1), number)
+
+
+#: What happens to rank 1, by the run that suffers it.
+FAULTS: dict[str, dict[str, Callable[[Paced], None]]] = {
+    "from outside": {
+        "killed": end("trainer", signal.SIGKILL),
+        "killed with its task": end("launcher.task", signal.SIGKILL),
+        "stopped": end("trainer", signal.SIGSTOP),
+    },
+    "by itself": {
+        trouble: methodcaller("trouble", trouble)
+        for trouble in ("exit 0", "exit 3", "take all memory")
+    },
+}
+
+
 @pytest.fixture(scope="module")
-def run(
+def runs(
     undisturbed: dict[int, Any], module_cluster: ClusterHandle, shared_server: SharedServer
-) -> Paced:
+) -> Iterator[SideBySide]:
+    """Each run with what its failures came to, once it has been completed all the same."""
     assert undisturbed
-    return Paced(
-        module_cluster,
-        shared_server,
-        "failing",
+
+    def suffer(name: str) -> tuple[Paced, dict[str, Failed]]:
         # A hang is otherwise tried again.
-        retry={"restart_on": ["preemption"], "hang_timeout_s": HANG_TIMEOUT_S},
-    )
-
-
-@pytest.fixture(scope="module")
-def failures(run: Paced) -> dict[str, Failed]:
-    def end(word: str, number: int) -> None:
-        os.kill(run.pid(word, rank=1), number)
-
-    faults: dict[str, Callable[[], None]] = {
-        "killed": partial(end, "trainer", signal.SIGKILL),
-        "killed with its task": partial(end, "launcher.task", signal.SIGKILL),
-        "stopped": partial(end, "trainer", signal.SIGSTOP),
-        **{
-            trouble: partial(run.trouble, trouble)
-            for trouble in ("exit 0", "exit 3", "take all memory")
-        },
-    }
-    failures: dict[str, Failed] = {}
-    for attempt, (name, fault) in enumerate(faults.items(), 1):
-        if attempt > 1:
+        retry = {"restart_on": ["preemption"], "hang_timeout_s": HANG_TIMEOUT_S}
+        run = Paced(module_cluster, shared_server, name.replace(" ", "-"), retry=retry)
+        failures: dict[str, Failed] = {}
+        for attempt, (fault, begin) in enumerate(FAULTS[name].items(), 1):
+            run.wait_for_attempt(attempt)
+            failures[fault] = fail(run, begin)
+            if attempt < len(FAULTS[name]):
+                run.resume()
+        if name == "by itself":
+            fail_and_go_on(run, len(failures))
+        else:
             run.resume()
-        run.wait_for_attempt(attempt)
-        node = run.hosts()[1]
-        run.wait_for_step(run.step() + SAVE_INTERVAL + 2)
-        fault()
-        began = time.monotonic()
-        run.wait_until(lambda: not run.jobs(), "the end of its job")
-        gone_after_s = time.monotonic() - began
-        run.trouble(None)
-        status = run.status()
-        failures[name] = Failed(
-            status["attempts"][-1],
-            gone_after_s,
-            node,
-            status["state"],
-            run.cluster.restarts(run.job_id),
-        )
-    return failures
+        run.wait_until_finished()
+        return run, failures
+
+    with SideBySide() as scenarios:
+        for name in FAULTS:
+            scenarios.add(name, partial(suffer, name))
+        yield scenarios
+
+
+def fail(run: Paced, begin: Callable[[Paced], None]) -> Failed:
+    node = run.hosts()[1]
+    run.wait_for_step(run.step() + SAVE_INTERVAL + 2)
+    begin(run)
+    began = time.monotonic()
+    run.wait_until(lambda: not run.jobs(), "the end of its job")
+    gone_after_s = time.monotonic() - began
+    run.trouble(None)
+    status = run.status()
+    restarts = run.cluster.restarts(run.job_id)
+    return Failed(status["attempts"][-1], gone_after_s, node, status["state"], restarts)
+
+
+def fail_and_go_on(run: Paced, failed: int) -> None:
+    """Twice, where the run may: by an error, and by a hang."""
+    run.trouble("raise once")
+    run.resume("-o", "retry.restart_on=[error, hang]", "-o", "retry.max_error_restarts=1")
+    run.wait_for_attempt(failed + 2)
+    os.kill(run.pid("trainer", rank=1), signal.SIGSTOP)
 
 
 #: What happens to rank 1: the verdict, the exit code, words of the reason.
@@ -95,8 +114,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_named_and_ended(name: str, failures: dict[str, Failed]) -> None:
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of in FAULTS for name in FAULTS[of]])
+def test_named_and_ended(of: str, name: str, runs: SideBySide) -> None:
+    _, failures = runs[of]
     verdict, exit_code, words = EXPECTED[name]
     failed = failures[name]
     outcome = failed.outcome
@@ -107,16 +127,23 @@ def test_named_and_ended(name: str, failures: dict[str, Failed]) -> None:
     assert (failed.state, failed.restarts) == ("failed", 0)
 
 
-def test_started_again_in_its_place_where_the_run_allows_it(
-    run: Paced, failures: dict[str, Failed], undisturbed: dict[int, dict[str, Any]]
+@pytest.mark.parametrize("of", FAULTS)
+def test_nothing_in_the_results_tells(
+    of: str, runs: SideBySide, undisturbed: dict[int, dict[str, Any]]
 ) -> None:
-    run.trouble("raise once")
-    run.resume("-o", "retry.restart_on=[error]", "-o", "retry.max_error_restarts=1")
-    run.wait_until_finished()
+    run, _ = runs[of]
     run.assert_equals(undisturbed[2])
-    assert run.verdicts()[len(failures) :] == ["error", "completed"]
-    first, second = run.attempts()[-2:]
-    assert first["job_id"] == second["job_id"] == str(run.job_id)
-    assert run.cluster.restarts(run.job_id) == 0
-    assert "ValueError: only this once" in first["reason"]
     assert run.processes() == []
+
+
+def test_started_again_in_its_place_where_the_run_allows_it(runs: SideBySide) -> None:
+    run, failures = runs["by itself"]
+    assert run.verdicts()[len(failures) :] == ["error", "hang", "completed"]
+    ended, hung, last = run.attempts()[-3:]
+    assert "ValueError: only this once" in ended["reason"]
+    assert (hung["failed_rank"], hung["exit_code"]) == (1, 137)
+    assert {attempt["job_id"] for attempt in (ended, hung, last)} == {str(run.job_id)}
+    assert run.cluster.restarts(run.job_id) == 0
+    budgets = run.status()["budgets"]
+    assert budgets["error"] == {"used": 1, "left": 0}
+    assert budgets["hang"]["used"] == 1

@@ -23,12 +23,13 @@ def runs(
     """Each scenario's run, by name, once it has ended."""
     assert undisturbed
     start = partial(Paced, module_cluster, shared_server)
-    with SideBySide(3) as scenarios:
+    # Most of the time each waits for Slurm to notice.
+    with SideBySide(4) as scenarios:
         scenarios.add("cut", lambda: cut(start("cut", nodes=1, tasks=2, resources=ALONE)))
-        scenarios.add("killed", lambda: supervisor_killed(start("killed", nodes=1, tasks=2)))
         scenarios.add("crash", lambda: crash(start("crash", resources=ALONE), batch=False))
-        scenarios.add("batch", lambda: crash(start("batch", resources=ALONE), batch=True))
+        scenarios.add("killed", lambda: supervisor_killed(start("killed", nodes=1, tasks=2)))
         scenarios.add("always", lambda: always_killed(start("always", nodes=1)))
+        scenarios.add("batch", lambda: crash(start("batch", resources=ALONE), batch=True))
         yield scenarios
 
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.cluster.handle import ClusterHandle
-from tests.cluster.runs import SMALL, SlurmVitra
+from tests.cluster.runs import SlurmVitra
 from tests.conftest import VitraServer
 
 
@@ -97,7 +97,7 @@ def test_followed_through_a_requeue_and_cancelled(
 
 def test_ctrl_c_ends_only_the_following(vitra: SlurmVitra, cluster: ClusterHandle) -> None:
     preemptor = cluster.preempt(4)
-    vitra.submit(**SMALL)
+    vitra.submit()
     run = vitra.only_run()
     vitra("cancel", run.id)
     process = vitra.start("resume", run.id, "--wait")

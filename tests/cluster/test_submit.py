@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ def vitra(cluster: ClusterHandle, vitra_server: VitraServer) -> SlurmVitra:
 
 
 def test_submitted_once_and_it_finishes(cluster: ClusterHandle) -> None:
-    """By a user other than root, on two nodes with two processes each, from a directory with %."""
+    """By a user other than root, within another job, from a directory with %; 2 x 2 processes."""
     home = cluster.share / "a %j b's täst"
     home.mkdir()
     home.chmod(0o777)
@@ -32,11 +34,13 @@ def test_submitted_once_and_it_finishes(cluster: ClusterHandle) -> None:
         tiny_spec(resources={"nodes": 2, "tasks_per_node": 2, "time": "0:30:00"})
     )
 
-    def vitra(*words: str) -> str:
-        return cluster.run(["vitra", *words], user=cluster.user, cwd=home).stdout
+    allocation = ["srun", "--quiet", "--time=5", "--mem=1000", "--ntasks=1"]
+
+    def vitra(*words: str, within: Sequence[str] = ()) -> str:
+        return cluster.run([*within, "vitra", *words], user=cluster.user, cwd=home).stdout
 
     planned = json.loads(vitra("submit", "spec.yaml", "--dry-run", "--json"))
-    submitted = json.loads(vitra("submit", "spec.yaml", "--wait", "--json"))
+    submitted = json.loads(vitra("submit", "spec.yaml", "--wait", "--json", within=allocation))
     status = json.loads(vitra("status", "tiny", "--json"))
     assert status["state"] == "completed"
     assert status["job_id"] == submitted["job_id"] == status["attempts"][0]["job_id"]
@@ -172,13 +176,14 @@ def test_never_possible_and_not_asked_for(vitra: SlurmVitra, cluster: ClusterHan
     vitra.spec(resources__account="nosuch")
     refused = cluster.run(["vitra", "submit", "spec.yaml"], user=cluster.user, code=3)
     assert "resources.account=nosuch" in refused.stderr.splitlines()[-1]
-    for changes, wish, limit in (
+    impossible: list[tuple[dict[str, Any], str, str]] = [
         ({"resources__partition": "nosuch"}, "partition=nosuch", "low"),
         ({"resources__partition": "short", "resources__time": "5:00:00"}, "5 h", "1 h"),
         ({"resources__nodes": 5, "train__global_batch_size": 40}, "nodes=5", "4 nodes"),
         ({"resources__gpus_per_node": "a100:2"}, "a100:2", "no a100"),
         ({"resources__constraint": "nosuch"}, "constraint=nosuch", "feature"),
-    ):
+    ]
+    for changes, wish, limit in impossible:
         (line,) = vitra("submit", vitra.spec(**changes), code=3).stderr.splitlines()
         assert wish in line
         assert limit in line

@@ -142,6 +142,19 @@ def test_status_document(finished: Finished) -> None:
     assert attempt["started_at"] < attempt["ended_at"]
 
 
+def test_where_the_time_went(finished: Finished) -> None:
+    status = finished.vitra("status", finished.path, "--json").json
+    wall_s, ratio = (status["goodput"].pop(name) for name in ("wall_s", "ratio"))
+    spent = status["goodput"]
+    assert sum(spent.values()) == pytest.approx(wall_s, rel=0.01)
+    metrics = list(read_lines(RunDir(finished.path).metrics))
+    # Two processes' clocks: the ranks say what a step took, the supervisor sees when they begin.
+    assert spent["training_s"] <= sum(record["step_time_s"] for record in metrics) + 0.01
+    assert ratio == pytest.approx(spent["training_s"] / wall_s, abs=1e-3)
+    assert spent["starting_s"] > 0 < spent["training_s"]
+    assert (spent["queued_s"], spent["restoring_s"]) == (0, 0)
+
+
 def test_the_world_is_the_spec_s(finished: Finished) -> None:
     """And not that of the variables which the shell still had."""
     events = list(read_lines(RunDir(finished.path).events))
@@ -239,7 +252,7 @@ REFUSED_CHANGES = {
     "bad value": (("-o", "train.max_steps=-3"), "train.max_steps"),
     "impossible": (("-o", "train.per_device_batch_size=3"), "per_device_batch_size"),
     "elastic": (("-o", "resources.nodes={min: 1, max: 2}"), "not yet"),
-    "place": (("-o", "checkpoint.uri=s3://bucket", "-o", "train.max_steps=30"), "not yet"),
+    "place": (("-o", "checkpoint.uri=ftp://host/x", "-o", "train.max_steps=30"), "ftp://"),
 }
 
 

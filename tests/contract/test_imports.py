@@ -85,6 +85,7 @@ def test_the_task_process_is_standard_library_only() -> None:
     ours = {
         "launcher",
         "launcher.task",
+        "launcher.oom",
         "launcher.slurm_env",
         "trainer",
         "trainer.spec",

@@ -66,16 +66,16 @@ def test_no_slurm_here(vitra: Vitra, tmp_path_factory: pytest.TempPathFactory) -
     assert "--dry-run" in line
 
 
-LATER = {
-    "elastic": {"resources__nodes": {"min": 1, "max": 2}},
-    "s3": {"checkpoint__uri": "s3://bucket/{run_id}"},
+REFUSED = {
+    "elastic": ({"resources__nodes": {"min": 1, "max": 2}}, "not yet"),
+    "protocol": ({"checkpoint__uri": "ftp://host/{run_id}"}, "ftp:// cannot hold checkpoints"),
 }
 
 
-@pytest.mark.parametrize("changes", LATER.values(), ids=LATER.keys())
-def test_planned_but_not_yet_run(vitra: Vitra, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(("changes", "why"), REFUSED.values(), ids=REFUSED.keys())
+def test_planned_but_not_run(vitra: Vitra, changes: dict[str, object], why: str) -> None:
     vitra.spec(**changes)
-    line = _refused(vitra, "spec.yaml", "--local", code=2, named="not yet")
+    line = _refused(vitra, "spec.yaml", "--local", code=2, named=why)
     assert next(iter(changes)).replace("__", ".") in line
     vitra("plan", "spec.yaml")
     assert vitra("submit", "spec.yaml", "--dry-run", "--json").json["sbatch_script"]

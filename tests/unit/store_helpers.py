@@ -23,11 +23,11 @@ def content(step: int, attempt: int, rank: int, size: int = 3000) -> bytes:
 
 
 def write_files(
-    store: CheckpointStore, step: int, attempt: int, ranks: int = RANKS
+    store: CheckpointStore, step: int, attempt: int, ranks: int = RANKS, size: int = 3000
 ) -> list[FileEntry]:
     entries = []
     for rank in range(ranks):
-        data = content(step, attempt, rank)
+        data = content(step, attempt, rank, size)
         pieces = [data[:1000], memoryview(data)[1000:]]
         entries.append(store.create_file(step, shard_name(attempt, rank), pieces))
     entries.append(store.create_file(step, index_name(attempt), [b'{"step": %d}' % step]))
@@ -51,18 +51,21 @@ def manifest_of(
     )
 
 
-def save(store: CheckpointStore, step: int, attempt: int, ranks: int = RANKS) -> CheckpointManifest:
-    """A whole save: every rank's shard, the index, the manifest."""
-    manifest = manifest_of(step, attempt, write_files(store, step, attempt, ranks), store.run_id)
+def save(
+    store: CheckpointStore, step: int, attempt: int, ranks: int = RANKS, size: int = 3000
+) -> CheckpointManifest:
+    """A whole save: every rank's shard of `size` bytes, the index, the manifest."""
+    files = write_files(store, step, attempt, ranks, size)
+    manifest = manifest_of(step, attempt, files, store.run_id)
     assert store.commit(manifest) == ()
     return manifest
 
 
-def holds_its_content(store: CheckpointStore, ref: CheckpointRef) -> bool:
+def holds_its_content(store: CheckpointStore, ref: CheckpointRef, size: int = 3000) -> bool:
     """Whether the shards are, byte for byte, what that attempt saves at that step."""
     shards = [entry.name for entry in ref.manifest.files if entry.name.startswith("shard-")]
     found = [store.storage.read(ref.path(name)) for name in shards]
-    return found == [content(ref.step, ref.attempt, rank) for rank in range(len(shards))]
+    return found == [content(ref.step, ref.attempt, rank, size) for rank in range(len(shards))]
 
 
 def flip_a_byte(store: CheckpointStore, step: int, name: str, at: int = 10) -> None:
@@ -89,6 +92,10 @@ class MemoryStorage:
 
     def size(self, name: str) -> int | None:
         return len(self.files[name]) if name in self.files else None
+
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        sizes = {name: self.size(f"{directory}/{name}") for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def read(self, name: str) -> bytes:
         if name not in self.files:
@@ -123,6 +130,10 @@ class MemoryStorage:
 
     def discard_leftovers(self, directory: str = "") -> int:
         del directory  # every write here is whole
+        return 0
+
+    def abort_uploads(self, abandoned: Callable[[str], bool]) -> int:
+        del abandoned
         return 0
 
     def probe(self) -> None:

@@ -142,6 +142,11 @@ REFUSED = {
         "allocation failure: Invalid feature specification",
         "resources.constraint=foo",
     ),
+    "a way of asking for GPUs that this cluster does not know": (
+        {"gpus_per_node": 2},
+        "allocation failure: Invalid generic resource (gres) specification",
+        "resources.gpu_request",
+    ),
     "option": (
         {},
         "sbatch: unrecognized option '--foo=bar'\nTry \"sbatch --help\" for more information",

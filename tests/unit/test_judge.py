@@ -225,6 +225,16 @@ def test_an_error_before_a_person_s_stop_counts_for_more_than_the_stop() -> None
     assert judged(SAVED, SAVED, interruption=stop, stop_asked=True).verdict == "cancelled"
 
 
+def test_a_rank_that_the_kernel_killed_for_lack_of_memory() -> None:
+    killed = RankExit(rank=0, node="n", signal=signal.SIGKILL, ended_at=2.0, out_of_memory=True)
+    lost = RankExit(rank=1, node="m", exit_code=1, ended_at=1.0)
+    said = "Connection closed by peer"
+    report = RankReport(rank=1, exit_code=1, error=LOST_PEER, message=said)
+    finding = judge({0: killed, 1: lost}, {1: report}, total_steps=TOTAL, stop_asked=False)
+    assert (finding.verdict, finding.failed_rank, finding.exit_code) == ("out_of_memory", 0, 137)
+    assert "memory ran out" in finding.reason
+
+
 def test_a_rank_that_left_no_word() -> None:
     finding = judged(End(1, at=1.0, error=LOST_PEER), End(KILLED, at=2.0, lost=True))
     assert (finding.verdict, finding.failed_rank, finding.exit_code) == ("error", 0, 1)

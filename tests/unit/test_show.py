@@ -66,6 +66,25 @@ STATUS: dict[str, Any] = {
         {"attempt": 1, "verdict": "error", "first_step": 1, "last_step": 7, "reason": "killed"},
         {"attempt": 2, "verdict": None, "first_step": None, "last_step": None, "reason": "runs"},
     ],
+    "goodput": {
+        "wall_s": 326.0,
+        "queued_s": 143.0,
+        "starting_s": 50.0,
+        "restoring_s": 0.0,
+        "training_s": 80.0,
+        "saving_s": 6.0,
+        "lost_s": 25.0,
+        "other_s": 15.0,
+        "ratio": 0.4372,
+    },
+    "budgets": {
+        "preempted": {"used": 3, "left": None},
+        "time_limit": {"used": 0, "left": 2},
+        "node_failure": {"used": 0, "left": None},
+        "hang": {"used": 0, "left": 2},
+        "error": {"used": 1, "left": 0},
+        "out_of_memory": {"used": 0, "left": 0},
+    },
 }
 
 
@@ -74,6 +93,21 @@ def test_status_lines() -> None:
     assert "state       failed: rank 1 was killed" in lines
     assert "step        7 of ?" in lines
     assert "checkpoint  none" in lines
+    assert (
+        "goodput     44% of 5 min 26 s: training 1 min 20 s, saving 6 s, starting 50 s, "
+        "queued 2 min 23 s, lost 25 s, other 15 s"
+    ) in lines
+    never_ran = {**STATUS["goodput"], "ratio": None}
+    assert not any("goodput" in line for line in status_lines({**STATUS, "goodput": never_ran}))
+    retries = lines.index(
+        "retries     preempted 3 (no limit), time_limit 0 (2 left), node_failure 0 (no limit)"
+    )
+    assert (
+        lines[retries + 1]
+        == "            hang 0 (2 left), error 1 (0 left), out_of_memory 0 (0 left)"
+    )
+    # A plan that cannot be read has no policy.
+    assert not any("left)" in line for line in status_lines({**STATUS, "budgets": None}))
     assert lines[-2:] == [
         "attempt 1   error, steps 1-7: killed",
         "attempt 2   running, no step finished: runs",

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.slurm import Partition, fields, limit, refusal
 from tests.unit.fake_slurm import FakeSlurm
-from trainer.spec.errors import SchedulerRejected, SchedulerUnavailable
+from trainer.spec.errors import SchedulerError, SchedulerRejected, SchedulerUnavailable
 
 JOB = (
     "JobId=59 JobName=a b Requeue=0 UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=1 Nice=0 "
@@ -93,6 +93,14 @@ def test_steps_and_nodes(fake: FakeSlurm) -> None:
     assert slurm.unusable(["node1", "node2", "node3", "node4"]) == ["node2", "node3"]
     fake.play("scontrol", {"out": "AccountingStorageHost  = x\nSlurmdTimeout  = 20 sec\n"})
     assert slurm.slurmd_timeout_s() == 20
+
+
+def test_a_list_of_nodes_that_is_none(fake: FakeSlurm) -> None:
+    # What scontrol prints for gpu[001, and for n[3-1].
+    for said in ({"out": "gpu]\n"}, {"err": "Invalid hostlist: n[3-1]\n"}):
+        fake.play("scontrol", said)
+        with pytest.raises(SchedulerError):
+            fake.slurm().host_names("gpu[001")
 
 
 def test_whether_nodes_live(fake: FakeSlurm) -> None:

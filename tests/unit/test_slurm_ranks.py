@@ -1,8 +1,9 @@
-"""The ranks of a step: what is known of their ends, and whose step it is to end."""
+"""The ranks of a step: how they are started, what is known of their ends, whose it is to end."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -12,13 +13,22 @@ import pytest
 from launcher import shell
 from launcher.planner import plan
 from launcher.schedulers import slurm as module
-from launcher.schedulers.slurm import SlurmRanks
+from launcher.schedulers.slurm import SlurmLauncher, SlurmRanks
 from launcher.slurm_env import BatchJob
-from tests.unit.fake_slurm import FakeSlurm
+from tests.conftest import wait_until
+from tests.unit.fake_slurm import Call, FakeSlurm
+from trainer.spec.errors import SchedulerUnavailable
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
+from trainer.spec.snapshot import Snapshot
 
 JOB = "JobId=30 JobState=RUNNING Requeue=1 Restarts={restarts} NodeList=node[1-2]\n"
+SPEC: dict[str, object] = {
+    "name": "a",
+    "model": {"kind": "vla"},
+    "data": {"kind": "synthetic"},
+    "train": {"global_batch_size": 40, "max_steps": 10},
+}
 GONE = {"rc": 1, "err": "slurm_load_jobs error: Unable to contact slurm controller\n"}
 
 
@@ -33,15 +43,7 @@ class Step:
         run_dir = RunDir(directory)
         self.files = run_dir.attempt(1)
         self.files.logs.mkdir(parents=True)
-        spec = RunSpec.model_validate(
-            {
-                "name": "a",
-                "model": {"kind": "vla"},
-                "data": {"kind": "synthetic"},
-                "train": {"global_batch_size": 8, "max_steps": 10},
-                "resources": {"nodes": 2},
-            }
-        )
+        spec = RunSpec.model_validate({**SPEC, "resources": {"nodes": 2}})
         self.srun = shell.start(
             [sys.executable, "-c", "import time; time.sleep(300)"],
             log=self.files.logs / "srun.log",
@@ -62,10 +64,40 @@ class Step:
         self.files.exit(rank).write_text(json.dumps(record))
 
 
-@pytest.fixture
-def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+def launch(directory: Path, attempt: int = 1, **resources: object) -> Call:
+    """How srun is called in job 30, which has four nodes, and variables of all sorts around it."""
+    (directory / "bin").mkdir(parents=True)
+    fake = FakeSlurm(directory / "bin")
+    fake.play("scontrol", {"out": "node1\nnode2\nnode3\nnode4\n"})
+    run_dir = RunDir(directory)
+    run_dir.attempt(attempt).logs.mkdir(parents=True)
+    run_dir.code.mkdir()
+    (run_dir.code / "snapshot.json").write_text(Snapshot().model_dump_json())
+    spec = RunSpec.model_validate({**SPEC, "resources": resources})
+    around = {"SLURM_CPUS_PER_TASK": "1", "SRUN_CPUS_PER_TASK": "1", "SLURM_MEM_PER_NODE": "1"}
+    around |= {"MASTER_ADDR": "login", "MASTER_PORT": "29500", "RANK": "7", "WORLD_SIZE": "9"}
+    around |= {"SLURM_CONF": "/etc/slurm.conf", "MINE": "a b"}
+    launcher = SlurmLauncher(
+        fake.slurm(),
+        BatchJob("30", 0, "node[1-4]", "node1"),
+        {"PATH": f"{fake.directory}:{os.environ['PATH']}", **around},
+        directory,
+    )
+    planned = plan(spec, run_id="a-1", run_dir=str(directory))
+    group = launcher.start(run_dir, planned, attempt, {})
+    wait_until(lambda: len(group.poll()) == planned.world_size, "the end of srun")
+    (call,) = fake.calls("srun")
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_KILL_S", "_SEEN_WITHIN_S", "_INSIST_S", "_AGAIN_S"):
         monkeypatch.setattr(module, name, 0.2)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Step:
     return Step(tmp_path)
 
 
@@ -109,3 +141,29 @@ def test_a_stop_is_passed_on_by_srun_never_term(step: Step) -> None:
     step.ranks.ask_to_stop()
     assert step.srun.wait(timeout=30) == -signal.SIGUSR2
     step.ranks.ask_to_stop()
+
+
+def test_srun_is_told_everything_and_inherits_nothing(tmp_path: Path) -> None:
+    call = launch(tmp_path, nodes=2, tasks_per_node=2, gpus_per_node="a100:2", cpus_per_task=3)
+    assert {
+        *("--jobid=30", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--kill-on-bad-exit=1"),
+        *("--cpus-per-task=3", "--gpus-per-node=a100:2"),
+        # The other two stay idle.
+        "--nodelist=node1,node2",
+    } <= set(call.argv)
+    slurms = {name for name in call.environ if name.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    assert slurms == {"SLURM_CONF"}
+    assert not {"RANK", "WORLD_SIZE"} & call.environ.keys()
+    assert (call.environ["MASTER_ADDR"], call.environ["MINE"]) == ("node1", "a b")
+
+
+def test_each_attempt_has_a_port_of_its_own(tmp_path: Path) -> None:
+    calls = [launch(tmp_path / str(attempt), attempt) for attempt in (1, 2, 3)]
+    ports = {call.environ["MASTER_PORT"] for call in calls}
+    assert len(ports) == 3
+    assert "29500" not in ports
+
+
+def test_a_job_with_fewer_nodes_than_planned(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerUnavailable, match="the job has 4 nodes, the plan 5"):
+        launch(tmp_path, nodes=5)

@@ -340,8 +340,9 @@ def test_paths_and_file_urls_are_local(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("uri", "options", "message"),
     [
-        ("s3://user:hunter2@bucket/x", None, r"checkpoint\.uri: s3:// is not yet supported"),
-        ("memory://x", None, "memory:// is not yet supported; checkpoints on object stores"),
+        ("s3://", None, "names no bucket"),
+        ("s3:///x", None, "names no bucket"),
+        ("ftp://user:hunter2@host/x", None, r"checkpoint\.uri: ftp:// cannot hold checkpoints"),
         ("", None, "is empty"),
         ("file://", None, "is empty"),
         ("file://node7/data", None, "names a file on the machine node7"),

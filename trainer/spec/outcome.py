@@ -58,7 +58,8 @@ class RankExit(BaseModel):
     """How a trainer process ended, as its task saw it (attempts/K/rank_R.exit).
 
     Exactly one of `exit_code` and `signal` is set. `ended_at` is UTC seconds since the epoch.
-    `is_lost`: the task left no word, and all this is inferred.
+    `out_of_memory`: the kernel killed it for lack of memory. `is_lost`: the task left no word, and
+    all this is inferred.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +69,7 @@ class RankExit(BaseModel):
     exit_code: int | None = None
     signal: int | None = None
     ended_at: float
+    out_of_memory: bool = False
     is_lost: bool = False
 
 

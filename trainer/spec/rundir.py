@@ -114,6 +114,11 @@ class AttemptDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def seconds(self) -> Path:
+        """What the attempt has spent its time on (`launcher.goodput`)."""
+        return self.path / "seconds.json"
+
+    @property
     def supervisor_log(self) -> Path:
         return self.path / "supervisor.log"
 

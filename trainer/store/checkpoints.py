@@ -149,7 +149,9 @@ def _utc_now() -> datetime:
 
 
 class CheckpointStore:
-    """The checkpoints of the run `run_id` at `storage`. Holds no state of its own.
+    """The checkpoints of the run `run_id` at `storage`.
+
+    Remembers nothing but claims, which never change.
 
     Every method may raise StorageError when the storage fails; what was committed stays valid.
     """
@@ -160,11 +162,17 @@ class CheckpointStore:
         self.storage = storage
         self.run_id = run_id
         self._clock = clock
+        self._known_claims: dict[int, Claim] = {}
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Self:
-        """The store of a planned run. Raises UsageError if its place is of an unusable kind."""
-        storage = open_storage(plan.checkpoint_uri, plan.spec.checkpoint.storage_options)
+    def of_plan(cls, plan: Plan, *, patience_s: float | None = None) -> Self:
+        """The store of a planned run; `patience_s` as in `open_storage`.
+
+        Raises:
+            UsageError: its place is of an unusable kind.
+        """
+        options = plan.spec.checkpoint.storage_options
+        storage = open_storage(plan.checkpoint_uri, options, patience_s=patience_s)
         return cls(storage, plan.run_id)
 
     @classmethod
@@ -329,7 +337,8 @@ class CheckpointStore:
                 )
             self._put_manifest(manifest)
         self._refuse_if_fenced(manifest.attempt)
-        return self._drop_unlisted(manifest.step, range(manifest.attempt + 1))
+        attempts = range(manifest.attempt + 1)
+        return (*self._drop_unlisted(manifest.step, attempts), *self._abort_uploads(attempts))
 
     def discard(self, step: int, attempt: int) -> tuple[str, ...]:
         """Remove what a failed save of this attempt left, once none of its ranks writes any more.
@@ -337,7 +346,8 @@ class CheckpointStore:
         A checkpoint of `step` that is committed is not touched. Returns warnings of what could not
         be removed.
         """
-        return self._drop_unlisted(step, range(attempt, attempt + 1))
+        mine = range(attempt, attempt + 1)
+        return (*self._drop_unlisted(step, mine), *self._abort_uploads(mine))
 
     # -- Finding -----------------------------------------------------------------------------
 
@@ -462,16 +472,18 @@ class CheckpointStore:
     def sweep(self, attempt: int) -> Removal:
         """Remove what attempts older than `attempt` left unfinished.
 
-        That is files named like theirs which no manifest lists, what is left of interrupted writes,
-        and step directories that are then empty. Foreign files stay; so does everything beside a
-        manifest that cannot be read. `steps` are the directories that went away.
+        That is files named like theirs which no manifest lists, what is left of interrupted writes
+        and uploads, and step directories that are then empty. Foreign files stay; so does
+        everything beside a manifest that cannot be read. `steps` are the directories that went
+        away.
 
         Raises:
             Fenced: an attempt newer than `attempt` has taken over; swept no further.
         """
+        self._refuse_if_fenced(attempt)
         self.storage.discard_leftovers()
         steps: list[int] = []
-        warnings: list[str] = []
+        warnings: list[str] = [*self._abort_uploads(range(attempt))]
         for step in self._steps():
             self._refuse_if_fenced(attempt)
             warnings += self._drop_unlisted(step, range(attempt))
@@ -486,6 +498,11 @@ class CheckpointStore:
     # -- Parts -------------------------------------------------------------------------------
 
     def _claim(self, attempt: int) -> Claim:
+        if attempt not in self._known_claims:
+            self._known_claims[attempt] = self._read_claim(attempt)
+        return self._known_claims[attempt]
+
+    def _read_claim(self, attempt: int) -> Claim:
         name = claim_name(attempt)
         problem = f"{self.storage.uri}/{name}: not a claim that can be read"
         hint = "restore it: without it nothing says which checkpoints count"
@@ -604,7 +621,7 @@ class CheckpointStore:
                 damaged.append(Skipped(step, None, str(err)))
                 continue
             if manifest is None:
-                torn.append(self._torn(step, newest_claim(claims)))
+                torn += self._torn(step, newest_claim(claims))
                 continue
             reason = why_ignored(step, manifest.attempt, claims)
             if manifest.run_id != self.run_id:
@@ -639,18 +656,23 @@ class CheckpointStore:
         except CorruptCheckpoint:
             return False
 
-    def _torn(self, step: int, newest: Claim | None) -> Skipped:
-        writers = filter(None, map(attempt_of, self.storage.names(step_directory(step))))
-        attempt = max(writers, default=None)
+    def _torn(self, step: int, newest: Claim | None) -> list[Skipped]:
+        """The step as one without a manifest; empty where nothing is in its directory either."""
+        names = self.storage.names(step_directory(step))
+        if not names:
+            return []
+        attempt = max(filter(None, map(attempt_of, names)), default=None)
         if newest is not None and attempt == newest.attempt:
-            return Skipped(step, attempt, "no manifest: unfinished, or just being written")
-        return Skipped(step, attempt, "no manifest: unfinished")
+            return [Skipped(step, attempt, "no manifest: unfinished, or just being written")]
+        return [Skipped(step, attempt, "no manifest: unfinished")]
 
     def _absent(self, manifest: CheckpointManifest) -> list[str]:
         """What is missing or of another size among the files listed, in words."""
         problems: list[str] = []
+        names = [entry.name for entry in manifest.files]
+        sizes = self.storage.sizes(step_directory(manifest.step), names)
         for entry in manifest.files:
-            size = self.storage.size(file_path(manifest.step, entry.name))
+            size = sizes.get(entry.name)
             if size != entry.size_bytes:
                 problems.append(_size_problem(entry, size))
         return problems
@@ -707,6 +729,14 @@ class CheckpointStore:
         except StorageError as err:
             warnings.append(str(err))
         return tuple(warnings)
+
+    def _abort_uploads(self, attempts: range) -> tuple[str, ...]:
+        """Abort what these attempts began to upload and do not go on with; warnings of failures."""
+        try:
+            self.storage.abort_uploads(lambda name: attempt_of(name.rpartition("/")[2]) in attempts)
+        except StorageError as err:
+            return (str(err),)
+        return ()
 
     def _retain(
         self,

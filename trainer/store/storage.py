@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -65,6 +65,10 @@ class Storage(Protocol):
 
     def size(self, name: str) -> int | None:
         """The file's size in bytes as the storage knows it now; None if there is no such file."""
+        ...
+
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        """The size in bytes, as `size` tells it, of each of `names` that is in `directory`."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -119,6 +123,14 @@ class Storage(Protocol):
         """
         ...
 
+    def abort_uploads(self, abandoned: Callable[[str], bool]) -> int:
+        """Remove what killed processes left of `create`, where no name shows it.
+
+        That is, on object stores, uploads that were never completed, anywhere in the place. Only
+        those of files whose name `abandoned` accepts; returns how many.
+        """
+        ...
+
     def probe(self) -> None:
         """Write, link, read back, list and delete a small file; leaves the place as it was.
 
@@ -162,6 +174,10 @@ class LocalStorage:
             return os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
+
+    def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
+        sizes = {name: self.size(f"{directory}/{name}") for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
@@ -286,6 +302,10 @@ class LocalStorage:
         with _explained(self._root):
             return sum(map(_remove_if_there, leftovers))
 
+    def abort_uploads(self, abandoned: Callable[[str], bool]) -> int:
+        del abandoned  # what is left of a file has the file's name
+        return 0
+
     def probe(self) -> None:
         made: list[Path] = []
         name, data = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(256)
@@ -307,9 +327,7 @@ class LocalStorage:
             _remove_directories(made)
 
     def _path(self, name: str) -> Path:
-        assert _NAME.fullmatch(name), name
-        assert not {".", ".."} & set(name.split("/")), name
-        return self._root / name
+        return self._root / check_name(name)
 
     def _entries(self, directory: str) -> list[os.DirEntry[str]]:
         path = self._path(directory) if directory else self._root
@@ -352,25 +370,50 @@ class LocalStorage:
             _sync_directory(self._root)
 
 
-def open_storage(uri: str, storage_options: Mapping[str, object] | None = None) -> Storage:
+def check_name(name: str) -> str:
+    """`name`, which must be one that a `Storage` can have: ours all are."""
+    assert _NAME.fullmatch(name), name
+    assert not {".", ".."} & set(name.split("/")), name
+    return name
+
+
+def open_storage(
+    uri: str,
+    storage_options: Mapping[str, object] | None = None,
+    *,
+    patience_s: float | None = None,
+) -> Storage:
     """The storage behind `checkpoint.uri`. Touches nothing.
+
+    Args:
+        storage_options: passed to fsspec; a path has none.
+        patience_s: for how long a request that fails is tried again, where requests are made; None:
+            as long as a run waits.
 
     Raises:
         UsageError: the URI cannot be used, and why.
     """
     path = local_path_of(uri)
-    if path is None:
-        raise UsageError(
-            f"checkpoint.uri: {_scheme_of(uri)}:// is not yet supported",
-            "checkpoints on object stores come with a later version; use a path",
+    if path is not None:
+        if storage_options:
+            raise UsageError(
+                f"checkpoint.storage_options: {', '.join(sorted(storage_options))} mean nothing "
+                f"for the path {path}",
+                "remove them",
+            )
+        return LocalStorage(path)
+    if _scheme_of(uri) in ("s3", "s3a"):
+        from trainer.store.s3 import S3Storage
+        from trainer.store.s3_client import PATIENCE_S
+
+        return S3Storage(
+            uri, storage_options, patience_s=PATIENCE_S if patience_s is None else patience_s
         )
-    if storage_options:
-        raise UsageError(
-            f"checkpoint.storage_options: {', '.join(sorted(storage_options))} mean nothing for "
-            f"the path {path}",
-            "remove them",
-        )
-    return LocalStorage(path)
+    raise UsageError(
+        f"checkpoint.uri: {_scheme_of(uri)}:// cannot hold checkpoints: fsspec has no way to "
+        "create a file there whole and only once, which decides what attempt owns a run",
+        "use a path or s3://BUCKET/PREFIX",
+    )
 
 
 def local_path_of(uri: str) -> Path | None:
