@@ -157,6 +157,10 @@ class SlurmSurroundings:
         try:
             self._requeue(_OUT_OF_REACH_S)
         except SchedulerRejected as err:
+            job = self._job()
+            if job is not None and job.restarts > self._batch.restarts:
+                # Slurm has been faster: the ranks took longer than the grace time to leave.
+                return False
             append_event(self._run_dir, "warning", reason=f"the job was not requeued: {err}")
             self._submit_successor()
         return False

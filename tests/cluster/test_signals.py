@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 #: In the batch script.
-UNTIL_TOLD = "until [ -e go ]; do sleep 0.1; done"
+UNTIL_TOLD = "touch up; until [ -e go ]; do sleep 0.1; done"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def runs(
         before = 0
         if name == "ranks":
             # Only the batch script is there to hear it.
-            run.wait_until(lambda: run.cluster.state(run.job_id) == "RUNNING", "its job to run")
+            run.wait_until((run.vitra.directory / "up").exists, "its job's script to run")
             to_the_batch_step(run)
             (run.vitra.directory / "go").touch()
             stops["before Python is up"] = stopped(run)

@@ -325,7 +325,8 @@ def test_a_job_that_may_not_be_requeued_is_allowed_to(batch: Batch) -> None:
 
 def test_where_a_requeue_is_refused_another_job_follows(batch: Batch) -> None:
     surroundings = batch.surroundings()
-    batch.fake.play("scontrol", {"rc": 1, "err": "Requested operation is presently disabled\n"})
+    refused = {"rc": 1, "err": "Requested operation is presently disabled\n"}
+    batch.fake.play("scontrol", refused, {}, refused, {"out": job()})
     batch.fake.play("sbatch", {"out": "31\n"})
     assert not surroundings.start_again(Verdict.PREEMPTED, None)
     (call,) = batch.fake.calls("sbatch")
@@ -333,6 +334,18 @@ def test_where_a_requeue_is_refused_another_job_follows(batch: Batch) -> None:
     events = [event["event"] for event in read_lines(batch.run_dir.events)]
     assert events == ["warning", "submitting", "queued"]
     assert "presently disabled" in batch.warnings()[0]
+
+
+def test_a_requeue_that_slurm_has_seen_to_meanwhile(batch: Batch) -> None:
+    """No other job follows: the job itself comes back."""
+    surroundings = batch.surroundings()
+    refused = {"rc": 1, "err": "Job is pending execution for job 30\n"}
+    again = {"out": job("PENDING", reason="BeginTime", restarts=1)}
+    batch.fake.play("scontrol", refused, {}, refused, again)
+    assert not surroundings.start_again(Verdict.PREEMPTED, None)
+    assert batch.asked("requeue", "30") == 2
+    assert batch.fake.calls("sbatch") == []
+    assert batch.warnings() == []
 
 
 def test_cancelled_while_it_is_requeued(batch: Batch) -> None:
