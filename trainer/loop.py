@@ -73,6 +73,7 @@ def train(
         )
         loss = global_sum / max(count, 1)
         if bad_norms or not math.isfinite(loss):
+            ctx.checkpoints.finish()
             raise NonFiniteLoss(
                 f"step {inputs.step}: loss {loss}, gradient norm {grad_norm}; "
                 "stopped before the step was applied",
