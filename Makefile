@@ -17,11 +17,11 @@ check:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright && .venv/bin/lint-imports && .venv/bin/deptry .
 
 # Kills at random moments, far more often than CI has time for: whole runs, every strategy and every
-# change of topology, then the store alone.
+# change of topology, then the store alone, on disk and on S3.
 torture:
 	VITRA_TORTURE_ROUNDS=50 .venv/bin/python -m pytest -m slow tests/e2e/test_resume_equal.py
 	VITRA_TORTURE_ROUNDS=5 .venv/bin/python -m pytest -m slow tests/e2e/test_strategies.py tests/dist/test_topologies.py
-	VITRA_TORTURE_ROUNDS=200 .venv/bin/python -m pytest -m "slow or not slow" tests/e2e/test_store_kill.py
+	VITRA_TORTURE_ROUNDS=200 .venv/bin/python -m pytest -m "slow or not slow" tests/e2e/test_store_kill.py tests/s3/test_kill.py
 
 # What a strategy costs a step, side by side with the bare loop.
 bench:

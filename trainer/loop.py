@@ -73,6 +73,7 @@ def train(
         )
         loss = global_sum / max(count, 1)
         if bad_norms or not math.isfinite(loss):
+            ctx.checkpoints.finish()
             raise NonFiniteLoss(
                 f"step {inputs.step}: loss {loss}, gradient norm {grad_norm}; "
                 "stopped before the step was applied",
@@ -109,7 +110,7 @@ def train(
             # A stop that was asked for during the save needs no other step; and another save only
             # where this one failed.
             stops = stops or agree.any(ctx.stop.raised)
-            if stops and not saved:
+            if stops and not (saved and ctx.checkpoints.finish()):
                 ctx.checkpoints.save(
                     strategy, state, must_succeed=True, only_trainable=only_trainable
                 )

@@ -109,11 +109,13 @@ def run(
         group=group,
         records=records,
         pulse=pulse,
+        background=_background(plan, group),
+        pinned=device.type == "cuda",
     )
     ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state, pulse=pulse)
     strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
     strategy.run_setup(run_dir.path, len(data))
-    keep += [group, strategy]
+    keep += [group, checkpoints, strategy]
 
     checkpoints.restore(strategy, state)
     start = plan.spec.checkpoint
@@ -240,7 +242,7 @@ def _process_group(plan: Plan, ranks: RankInfo, device: torch.device) -> dist.Pr
         init_method=f"tcp://{ranks.master_addr}:{ranks.master_port}",
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timedelta(seconds=patience_s(plan.spec.retry.hang_timeout_s)) + _COLLECTIVE_EXTRA,
+        timeout=_collective_timeout(plan),
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cpu":
@@ -248,6 +250,21 @@ def _process_group(plan: Plan, ranks: RankInfo, device: torch.device) -> dist.Pr
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
+
+
+def _background(plan: Plan, group: dist.ProcessGroup | None) -> Agreement | None:
+    """What saves in the background agree on: a group of their own, beside the training's."""
+    if not plan.spec.checkpoint.async_save:
+        return None
+    if group is None:
+        return Agreement(None)
+    own = dist.new_group(backend="gloo", timeout=_collective_timeout(plan))
+    assert isinstance(own, dist.ProcessGroup), "every rank is a member"
+    return Agreement(own)
+
+
+def _collective_timeout(plan: Plan) -> timedelta:
+    return timedelta(seconds=patience_s(plan.spec.retry.hang_timeout_s)) + _COLLECTIVE_EXTRA
 
 
 def _strategy_arguments(plan: Plan, model: Any, ctx: TrainContext) -> dict[str, Any]:

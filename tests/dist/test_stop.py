@@ -144,7 +144,7 @@ def signalled_in_the_save(rank: int) -> None:
 
 
 def test_a_signal_during_a_save_ends_with_that_save(tmp_path: Path) -> None:
-    run = Run(tmp_path, 2, ENDLESS, {"checkpoint": {"save_interval": 4}})
+    run = Run(tmp_path, 2, ENDLESS, {"checkpoint": {"save_interval": 4, "async_save": False}})
     with run.start(prepare=signalled_in_the_save) as ranks:
         assert assert_stopped(run, ranks) == 4
     assert [event["step"] for event in run.events("saved")] == [4]
@@ -165,7 +165,7 @@ def signalled_in_a_save_that_fails(rank: int) -> None:
 
 
 def test_a_signal_during_a_save_that_fails_saves_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, 2, ENDLESS, {"checkpoint": {"save_interval": 4}})
+    run = Run(tmp_path, 2, ENDLESS, {"checkpoint": {"save_interval": 4, "async_save": False}})
     with run.start(prepare=signalled_in_a_save_that_fails) as ranks:
         assert assert_stopped(run, ranks) == 4
     assert [event["step"] for event in run.events("save_failed")] == [4]

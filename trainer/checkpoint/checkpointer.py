@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.agree import Agreement
-from trainer.checkpoint.codec import index_file, parse_index, save_tensors, tensor_shapes
+from trainer.checkpoint.background import BackgroundSave, persist, pieces
+from trainer.checkpoint.codec import (
+    HostBuffer,
+    index_file,
+    parse_index,
+    save_tensors,
+    stage_tensors,
+    tensor_shapes,
+)
 from trainer.checkpoint.spread import load_spread
 from trainer.optim import check_same_groups
 from trainer.records import RunRecords
@@ -34,7 +43,13 @@ from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import utc_now
 from trainer.state import TrainState
 from trainer.store.checkpoints import CheckpointRef, CheckpointStore
-from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, index_name, shard_name
+from trainer.store.manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    FileEntry,
+    index_name,
+    shard_name,
+)
 from trainer.store.storage import open_storage
 from trainer.watchdog import Pulse
 
@@ -55,6 +70,9 @@ class Checkpointer:
     Args:
         store: the checkpoint place.
         group: a gloo group over all ranks; None where there is one process only.
+        background: agreements of saves in the background, on a gloo group of their own; None: every
+            save is finished before training goes on.
+        pinned: the state is on a GPU.
     """
 
     def __init__(
@@ -67,6 +85,8 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
         records: RunRecords,
         pulse: Pulse,
+        background: Agreement | None = None,
+        pinned: bool = False,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -75,6 +95,9 @@ class Checkpointer:
         self._group = group
         self._records = records
         self._pulse = pulse
+        self._background = background
+        self._buffer = HostBuffer(pinned=pinned)
+        self._in_flight: BackgroundSave | None = None
         self._failed_saves = 0
         self._resumed_step: int | None = None
         self.saved_step: int | None = None
@@ -87,13 +110,15 @@ class Checkpointer:
         must_succeed: bool,
         only_trainable: bool = False,
     ) -> bool:
-        """Commit a checkpoint of the present step; True once it is durable on every rank's word.
+        """Save a checkpoint of the present step; False if that failed already.
 
-        With `only_trainable` it leaves out the weights that no optimizer group has: whoever resumes
-        from it keeps those that the model has by then.
+        With `must_succeed`, and where nothing is done in the background, it is durable when this
+        returns. Else it is staged, and training may go on; `finish`, or the next save, waits for
+        it. With `only_trainable` it leaves out the weights that no optimizer group has: whoever
+        resumes from it keeps those that the model has by then.
 
-        A periodic save that fails is a loud warning, and the second in a row ends the run; the
-        newest good checkpoint stays valid throughout.
+        A periodic save that fails is a loud warning, and the second in a row ends the run, which
+        may be told by the next save; the newest good checkpoint stays valid throughout.
 
         Raises:
             Fenced: a newer attempt owns the run.
@@ -101,21 +126,49 @@ class Checkpointer:
             CheckpointError: it failed and had to succeed.
         """
         self._pulse.reached(Phase.SAVING, state.step)
+        self.finish()
         try:
             self._agree_or_raise(self._look_for_newer_attempt)
+            if self._background is not None and not must_succeed:
+                self._start(strategy, state, only_trainable, self._background)
+                return True
             self._save(strategy, state, only_trainable)
         except StorageError as err:
-            self._failed_saves += 1
-            reason = str(err)
-            # All ranks are past their writes: what they left of this save is only in the way.
-            self._agree_or_raise(lambda: self._clean_up_failed(state.step, reason))
-            if must_succeed or self._failed_saves >= _MAX_FAILED_SAVES:
-                raise
-            log.warning("step %d NOT saved, training goes on: %s", state.step, err)
+            self._note_failure(state.step, err, must_succeed=must_succeed)
             return False
-        self._failed_saves = 0
-        self.saved_step = state.step
+        self._note_success(state.step)
         return True
+
+    def finish(self) -> bool:
+        """Wait until no save is in flight any more; False if the one that was has failed.
+
+        Raises as `save` does.
+        """
+        if self._in_flight is None:
+            return True
+        flight, self._in_flight = self._in_flight, None
+        error = flight.wait()
+        if isinstance(error, StorageError):
+            self._note_failure(flight.step, error, must_succeed=False)
+            return False
+        if error is not None:
+            raise error
+        self._note_success(flight.step)
+        return True
+
+    def _note_success(self, step: int) -> None:
+        self._failed_saves = 0
+        self.saved_step = step
+
+    def _note_failure(self, step: int, error: StorageError, *, must_succeed: bool) -> None:
+        """Clean up after a save that failed on all ranks, and raise where that ends the run."""
+        self._failed_saves += 1
+        reason = str(error)
+        # All ranks are past their writes: what they left of this save is only in the way.
+        self._agree_or_raise(lambda: self._clean_up_failed(step, reason))
+        if must_succeed or self._failed_saves >= _MAX_FAILED_SAVES:
+            raise error
+        log.warning("step %d NOT saved, training goes on: %s", step, error)
 
     def restore(self, strategy: TrainingStrategy, state: TrainState) -> None:
         """Restore the newest good checkpoint into model, optimizer, schedule and `state`.
@@ -250,14 +303,63 @@ class Checkpointer:
             optimizer.state[parameters[name]] = entry
         schedule.load_state_dict(position)
 
-    def _save(self, strategy: TrainingStrategy, state: TrainState, only_trainable: bool) -> None:
-        attempt = self._ranks.attempt
+    def _ready(self, strategy: TrainingStrategy, step: int) -> None:
+        """Collective: whether the state may be saved, and the records up to it are durable."""
 
         def ready() -> None:
-            _check_finite(strategy, state.step)
+            _check_finite(strategy, step)
             self._records.sync()
 
         self._agree_or_raise(ready)
+
+    def _start(
+        self,
+        strategy: TrainingStrategy,
+        state: TrainState,
+        only_trainable: bool,
+        background: Agreement,
+    ) -> None:
+        """Stage the present state, and have it written and committed in the background."""
+        attempt, name = self._ranks.attempt, shard_name(self._ranks.attempt, self._ranks.rank)
+        self._ready(strategy, state.step)
+        tensors = _tensors_of(strategy, strategy.untrained() if only_trainable else frozenset())
+        self._pulse.mark()
+        staged = stage_tensors(tensors, shard_name=name, buffer=self._buffer, group=self._group)
+        document = _state_document(strategy) | {"only_trainable": only_trainable}
+        then = replace(state)
+
+        def write_shard(data: memoryview) -> FileEntry:
+            def create() -> FileEntry:
+                return self._store.create_file(then.step, name, pieces(data))
+
+            return persist(create, what=f"step {then.step}")
+
+        def write() -> None:
+            entries: list[FileEntry] = []
+
+            def upload() -> None:
+                if staged.data is not None:
+                    entries.append(write_shard(staged.data))
+
+            self._agree_or_raise(upload, background)
+            written = background.gather(entries)
+
+            def commit() -> None:
+                names = {
+                    shard_name(attempt, rank): entry.name
+                    for rank, of_rank in enumerate(written)
+                    for entry in of_rank
+                }
+                index = staged.index_of(names) | {"state": document}
+                self._commit(then, index, [entry for of_rank in written for entry in of_rank])
+
+            self._agree_or_raise(commit if self._ranks.is_primary else lambda: None, background)
+
+        self._in_flight = BackgroundSave(then.step, write)
+
+    def _save(self, strategy: TrainingStrategy, state: TrainState, only_trainable: bool) -> None:
+        attempt = self._ranks.attempt
+        self._ready(strategy, state.step)
         tensors = _tensors_of(strategy, strategy.untrained() if only_trainable else frozenset())
         self._pulse.mark()
         written = save_tensors(
@@ -271,31 +373,33 @@ class Checkpointer:
         def commit() -> None:
             assert written is not None, "rank 0 holds the index"
             index, entries = written
-            index["state"] = _state_document(strategy) | {"only_trainable": only_trainable}
-            entries.append(
-                self._store.create_file(
-                    state.step, index_name(attempt), [json.dumps(index).encode()]
-                )
-            )
-            left_over = self._store.commit(
-                CheckpointManifest(
-                    run_id=self._ranks.run_id,
-                    step=state.step,
-                    epoch=state.epoch,
-                    samples_seen=state.samples_seen,
-                    attempt=attempt,
-                    world_size=self._plan.world_size,
-                    strategy=self._plan.spec.train.strategy,
-                    spec_digest=self._plan.spec_digest,
-                    files=tuple(entries),
-                    created_at=utc_now(),
-                )
-            )
-            self._records.event("saved", step=state.step)
-            for warning in (*left_over, *self._retire()):
-                log.warning("old files could not be deleted: %s", warning)
+            document = _state_document(strategy) | {"only_trainable": only_trainable}
+            self._commit(state, index | {"state": document}, entries)
 
         self._agree_or_raise(commit if self._ranks.is_primary else lambda: None)
+
+    def _commit(self, state: TrainState, index: dict[str, Any], shards: list[FileEntry]) -> None:
+        """On rank 0, once every shard is written: make them a checkpoint, and retire old ones."""
+        attempt = self._ranks.attempt
+        content = [json.dumps(index).encode()]
+        entry = self._store.create_file(state.step, index_name(attempt), content)
+        left_over = self._store.commit(
+            CheckpointManifest(
+                run_id=self._ranks.run_id,
+                step=state.step,
+                epoch=state.epoch,
+                samples_seen=state.samples_seen,
+                attempt=attempt,
+                world_size=self._plan.world_size,
+                strategy=self._plan.spec.train.strategy,
+                spec_digest=self._plan.spec_digest,
+                files=(*shards, entry),
+                created_at=utc_now(),
+            )
+        )
+        self._records.event("saved", step=state.step)
+        for warning in (*left_over, *self._retire()):
+            log.warning("old files could not be deleted: %s", warning)
 
     def _look_for_newer_attempt(self) -> None:
         if self._ranks.is_primary and self._store.newest_attempt() > self._ranks.attempt:
@@ -338,10 +442,11 @@ class Checkpointer:
         self._agree_or_raise(run)
         return result[0]
 
-    def _agree_or_raise(self, call: Callable[[], None]) -> None:
+    def _agree_or_raise(self, call: Callable[[], None], agree: Agreement | None = None) -> None:
         """Run `call` on every rank; if it fails on some, the lowest one's error is raised on all.
 
-        The same error everywhere, because the ranks must also go on alike.
+        The same error everywhere, because the ranks must also go on alike. `agree` is for what is
+        not on the training's thread.
         """
         error: VitraError | None = None
         try:
@@ -350,9 +455,10 @@ class Checkpointer:
             error = err
         except OSError as err:
             error = StorageError(f"rank {self._ranks.rank}: {err}")
-        if not self._agree.any(error is not None):
+        agree = agree or self._agree
+        if not agree.any(error is not None):
             return
-        errors = self._agree.gather(error and (type(error), error.message, error.hint))
+        errors = agree.gather(error and (type(error), error.message, error.hint))
         kind, message, hint = next(one for one in errors if one is not None)
         raise kind(message, hint) from error
 

@@ -91,6 +91,52 @@ def save_tensors(
     return None if writer.index is None else (writer.index, writer.entries)
 
 
+@dataclass(frozen=True)
+class StagedShard:
+    """A rank's shard in host memory, before it is written.
+
+    Attributes:
+        name: what its file is to be called.
+        data: its content; None where this rank has nothing to write.
+        index: on rank 0 the index, which takes the files to be called as they are to be.
+    """
+
+    name: str
+    data: memoryview | None
+    index: dict[str, Any] | None
+
+    def index_of(self, written: Mapping[str, str]) -> dict[str, Any]:
+        """The index, with the names that the files got in the end; on rank 0."""
+        assert self.index is not None
+        tensors = {
+            name: {
+                **tensor,
+                "chunks": [{**one, "file": written[one["file"]]} for one in tensor["chunks"]],
+            }
+            for name, tensor in self.index["tensors"].items()
+        }
+        return {**self.index, "tensors": tensors}
+
+
+def stage_tensors(
+    tensors: dict[str, Tensor],
+    *,
+    shard_name: str,
+    buffer: HostBuffer,
+    group: dist.ProcessGroup | None,
+) -> StagedShard:
+    """Copy what this rank is to write of `tensors` into `buffer`, laid out as in its file.
+
+    Collective over `group`, as `save_tensors`. The tensors may change once this returns; the buffer
+    must not be used again before the shard is written.
+    """
+    writer = _ShardStager(shard_name, buffer)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _in_group(group) as arguments:
+        save(tensors, storage_writer=writer, planner=planner, **arguments)
+    return StagedShard(shard_name, writer.data, writer.index)
+
+
 def load_tensors(
     tensors: dict[str, Tensor],
     index: Metadata,
@@ -177,13 +223,30 @@ def _in_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
             raise _first_failure(err) from err
 
 
-class _ShardWriter(StorageWriter):
-    """Writes one rank's chunks into one new file; on rank 0 also puts the index together."""
+class HostBuffer:
+    """Host memory that is used again and again: new memory costs several times a copy.
 
-    def __init__(self, shard_name: str, create: CreateFile, written: Callable[[], None]) -> None:
+    Args:
+        pinned: so that a GPU copies into it by itself.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size_bytes: int) -> Tensor:
+        """So many bytes; what the last taker had is no longer its own."""
+        if self._held.numel() < size_bytes:
+            self._held = torch.empty(0, dtype=torch.uint8)  # before there are two
+            self._held = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._held[:size_bytes]
+
+
+class _IndexWriter(StorageWriter):
+    """Puts the index together on rank 0; what becomes of the chunks is for `write_data`."""
+
+    def __init__(self, shard_name: str) -> None:
         self._shard_name = shard_name
-        self._create = create
-        self._written = written
         self.index: dict[str, Any] | None = None
         self.entries: list[FileEntry] = []
 
@@ -196,6 +259,91 @@ class _ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places: dict[MetadataIndex, Chunk] = {}
+        entries: dict[str, FileEntry] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            chunk, entry = result.storage_data
+            places[result.index] = chunk
+            if entry is not None:
+                entries[entry.name] = entry
+        tensors = {}
+        for name, info in metadata.state_dict_metadata.items():
+            assert isinstance(info, TensorStorageMetadata), (
+                f"{name}: only tensors go into a checkpoint"
+            )
+            tensors[name] = {
+                "dtype": str(info.properties.dtype).removeprefix("torch."),
+                "shape": list(info.size),
+                "chunks": [
+                    {
+                        "offsets": list(chunk.offsets),
+                        "sizes": list(chunk.sizes),
+                        **vars(places[MetadataIndex(name, chunk.offsets)]),
+                    }
+                    for chunk in info.chunks
+                ],
+            }
+        self.index = {"version": INDEX_VERSION, "state": {}, "tensors": tensors}
+        self.entries = [entries[name] for name in sorted(entries)]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the base class's signature
+        return False  # a checkpoint is never named by path here
+
+
+class _ShardStager(_IndexWriter):
+    """Copies one rank's chunks into host memory."""
+
+    def __init__(self, shard_name: str, buffer: HostBuffer) -> None:
+        super().__init__(shard_name)
+        self._buffer = buffer
+        self.data: memoryview | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        copies: list[tuple[int, Tensor]] = []
+        end = 0
+        for item in plan.items:
+            assert item.type != WriteItemType.BYTE_IO, (
+                f"{item.index.fqn}: only tensors go into a checkpoint"
+            )
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + tensor.nbytes
+            copies.append((start, tensor))
+            chunk = Chunk(self._shard_name, start, tensor.nbytes)
+            results.append(WriteResult(item.index, tensor.nbytes, (chunk, None)))
+        if copies:
+            self.data = self._copied(copies, end)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _copied(self, copies: list[tuple[int, Tensor]], size_bytes: int) -> memoryview:
+        buffer = self._buffer.take(size_bytes)
+        filled = 0
+        for start, tensor in copies:
+            buffer[filled:start] = 0
+            filled = start + tensor.nbytes
+            if tensor.numel():
+                # Views of the buffer in the tensor's own dtype: it is aligned for each.
+                target = buffer[start:filled].view(tensor.dtype).reshape(tensor.shape)
+                target.copy_(tensor.detach(), non_blocking=True)
+        if any(tensor.is_cuda for _, tensor in copies):
+            torch.cuda.synchronize()
+        return memoryview(buffer.numpy().data)
+
+
+class _ShardWriter(_IndexWriter):
+    """Writes one rank's chunks into one new file."""
+
+    def __init__(self, shard_name: str, create: CreateFile, written: Callable[[], None]) -> None:
+        super().__init__(shard_name)
+        self._create = create
+        self._written = written
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -231,37 +379,6 @@ class _ShardWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places: dict[MetadataIndex, Chunk] = {}
-        entries: dict[str, FileEntry] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            chunk, entry = result.storage_data
-            places[result.index] = chunk
-            entries[entry.name] = entry
-        tensors = {}
-        for name, info in metadata.state_dict_metadata.items():
-            assert isinstance(info, TensorStorageMetadata), (
-                f"{name}: only tensors go into a checkpoint"
-            )
-            tensors[name] = {
-                "dtype": str(info.properties.dtype).removeprefix("torch."),
-                "shape": list(info.size),
-                "chunks": [
-                    {
-                        "offsets": list(chunk.offsets),
-                        "sizes": list(chunk.sizes),
-                        **vars(places[MetadataIndex(name, chunk.offsets)]),
-                    }
-                    for chunk in info.chunks
-                ],
-            }
-        self.index = {"version": INDEX_VERSION, "state": {}, "tensors": tensors}
-        self.entries = [entries[name] for name in sorted(entries)]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the base class's signature
-        return False  # a checkpoint is never named by path here
 
 
 class _PartialLoadPlanner(DefaultLoadPlanner):

@@ -279,8 +279,8 @@ class S3Storage:
                 Metadata={_TOKEN: token},
                 **condition,
             )
-        except Answer as answer:
-            return self._etag_if_ours(key, token) if answer.uncertain else None
+        except Answer:
+            return self._etag_if_ours(key, token)
         return answer["ETag"]
 
     def _etag_if_ours(self, key: str, token: str) -> str | None:
@@ -340,7 +340,7 @@ class S3Storage:
                 **place,
             )
         except Answer as answer:
-            ours = answer.uncertain and self._etag_if_ours(key, token) is not None
+            ours = self._etag_if_ours(key, token) is not None
             if not ours and answer.code == NO_SUCH_UPLOAD:
                 raise StorageError(
                     f"{self._uri}/{name}: somebody aborted its upload",

@@ -24,7 +24,7 @@ from trainer.spec.errors import StorageError, UsageError
 #: How long one call is tried again before its error counts: a server that is started anew takes
 #: seconds, and a save that waits is better than one that fails.
 PATIENCE_S = 60.0
-_FIRST_PAUSE_S = 0.2
+_FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 8.0
 _TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
 
@@ -108,15 +108,16 @@ _CONNECTIONS = _Connections()
 class Answer(Exception):
     """The server's answer is an error that the caller has a use for.
 
+    It may be the answer to a second try, where the first was carried out and its answer lost: the
+    HTTP client, too, sends some requests again by itself.
+
     Attributes:
         code: S3's name of the error.
-        uncertain: an earlier try of the call got no answer, and may have been carried out.
     """
 
-    def __init__(self, code: str, *, uncertain: bool) -> None:
+    def __init__(self, code: str) -> None:
         super().__init__(code)
         self.code = code
-        self.uncertain = uncertain
 
 
 class S3Client:
@@ -178,7 +179,7 @@ class S3Client:
         from fsspec.asyn import sync
 
         deadline = time.monotonic() + self._patience_s
-        pause_s, uncertain, renewed = _FIRST_PAUSE_S, False, False
+        pause_s, renewed = _FIRST_PAUSE_S, False
         while True:
             fs = self._file_system()
             try:
@@ -187,18 +188,16 @@ class S3Client:
                 cause = _cause_of(err)
                 code, status = _code_of(cause)
                 if code is not None and code in expected:
-                    raise Answer(code, uncertain=uncertain) from err
+                    raise Answer(code) from err
                 if code in _EXPIRED or (code == "InvalidAccessKeyId" and not renewed):
                     # Another process may be writing the new ones just now.
                     _CONNECTIONS.forget(fs)
                     renewed = True
                 elif not _passes(cause, code, status):
                     raise self._refused(cause, code, fs) from err
-                else:
-                    uncertain = True
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 # Many ranks that were refused together should not come back together.
                 wait_s = pause_s * random.uniform(0.5, 1)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 if time.monotonic() + wait_s > deadline:
                     raise self._refused(cause, code, fs) from err
                 time.sleep(wait_s)
