@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ class Paced(Run):
         code = vitra.directory / "code"
         code.mkdir()
         shutil.copy(COMPONENTS / "paced.py", code)
-        path = f"{code}:{cluster.environ['PYTHONPATH']}"
+        path = os.pathsep.join(filter(None, [str(code), cluster.environ.get("PYTHONPATH")]))
         vitra.environ = {**cluster.environ, "PYTHONPATH": path, **(environ or {})}
         self._pace = {"forward": forward_s}
         self._pace_file = vitra.directory / "pace"
