@@ -16,7 +16,7 @@ from trainer.checkpoint.codec import (
     index_file,
     load_tensors,
     parse_index,
-    read_file_range,
+    read_file_into,
     save_tensors,
     tensor_shapes,
 )
@@ -70,7 +70,7 @@ class Directory:
             name: torch.full(shape, 1, dtype=dtype)
             for name, (shape, dtype) in tensor_shapes(parsed).items()
         }
-        load_tensors(tensors, parsed, read=read_file_range(self.path), group=None)
+        load_tensors(tensors, parsed, read=read_file_into(self.path), group=None)
         return tensors
 
 
@@ -103,7 +103,7 @@ def test_loading_fills_the_tensors_that_are_there(tmp_path: Path) -> None:
     index = directory.save({"w": torch.arange(4.0), "other": torch.ones(2)})
     parameter = torch.nn.Parameter(torch.zeros(4))
     parsed, _ = parse_index(json.dumps(index).encode(), directory.files)
-    load_tensors({"w": parameter}, parsed, read=read_file_range(tmp_path), group=None)
+    load_tensors({"w": parameter}, parsed, read=read_file_into(tmp_path), group=None)
     assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert parameter.requires_grad
 
