@@ -13,11 +13,13 @@ from torch import Tensor
 
 from trainer.checkpoint.codec import (
     INDEX_VERSION,
+    HostBuffer,
     index_file,
     load_tensors,
     parse_index,
     read_file_into,
     save_tensors,
+    stage_tensors,
     tensor_shapes,
 )
 from trainer.spec.errors import CorruptCheckpoint, StorageError
@@ -88,6 +90,24 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
     assert_equal(directory.load(directory.save(TENSORS)), TENSORS)
+
+
+def test_what_is_staged_is_what_would_be_written(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    index = directory.save(TENSORS)
+    buffer = HostBuffer(pinned=False)
+    buffer.take(1 << 20).fill_(255)
+    first = stage_tensors(TENSORS, shard_name="shard.bin", buffer=buffer, group=None)
+    assert first.data is not None
+    assert bytes(first.data) == (tmp_path / "shard.bin").read_bytes()
+    assert first.index_of({"shard.bin": "shard.bin"})["tensors"] == index["tensors"]
+    renamed = first.index_of({"shard.bin": "shard-t2.bin"})["tensors"]
+    assert {one["file"] for t in renamed.values() for one in t["chunks"]} == {"shard-t2.bin"}
+    # The same memory again: it is what the first save is not to be slower for.
+    again = stage_tensors(TENSORS, shard_name="shard.bin", buffer=buffer, group=None)
+    assert again.data is not None
+    assert again.data.tobytes() == first.data.tobytes()
+    assert buffer.take(1).data_ptr() == buffer.take(1 << 20).data_ptr()
 
 
 def test_saving_does_not_touch_the_tensors(tmp_path: Path) -> None:
