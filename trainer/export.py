@@ -71,15 +71,19 @@ def write_weights(storage: Storage, ref: CheckpointRef, file: str) -> dict[str, 
         CorruptCheckpoint: the index is not one. IncompatibleCheckpoint: a dtype has no name there.
     """
 
-    def read(name: str, start: int, length: int) -> bytes:
+    def read(name: str, start: int, target: memoryview) -> int:
         try:
-            return storage.read_range(ref.path(name), start, length)
+            return storage.read_into(ref.path(name), start, target)
         except FileNotFoundError as err:
             raise _vanished(storage, ref) from err
 
     sizes = {entry.name: entry.size_bytes for entry in ref.manifest.files}
     name = index_file(sizes)
-    index, _ = parse_index(read(name, 0, sizes[name]), sizes)
+    try:
+        document = storage.read(ref.path(name))
+    except FileNotFoundError as err:
+        raise _vanished(storage, ref) from err
+    index, _ = parse_index(document, sizes)
     shapes = {
         name.removeprefix(_MODEL): shape
         for name, shape in tensor_shapes(index).items()

@@ -33,7 +33,7 @@ from trainer.checkpoint.codec import (
     index_file,
     load_tensors,
     parse_index,
-    read_file_range,
+    read_file_into,
     tensor_shapes,
 )
 from trainer.spec.outcome import RankReport
@@ -279,7 +279,7 @@ class Run:
             name: torch.empty(shape, dtype=dtype)
             for name, (shape, dtype) in tensor_shapes(index).items()
         }
-        load_tensors(tensors, index, read=read_file_range(directory), group=None)
+        load_tensors(tensors, index, read=read_file_into(directory), group=None)
         return Checkpoint(manifest, tensors, state)
 
 

@@ -192,10 +192,10 @@ def test_a_checkpoint_that_is_deleted_meanwhile(
     storage, ref = sharded
 
     class Vanishing(LocalStorage):
-        def read_range(self, name: str, offset: int, length: int) -> bytes:
+        def read_into(self, name: str, offset: int, target: memoryview) -> int:
             if name == file_path(1, "shard-3.bin"):
                 raise FileNotFoundError(name)
-            return super().read_range(name, offset, length)
+            return super().read_into(name, offset, target)
 
     with pytest.raises(StorageError, match="deleted while it was read"):
         write_weights(Vanishing(Path(storage.uri)), ref, str(tmp_path / "x"))

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from trainer.checkpoint.codec import (
     load_tensors,
     parse_index,
-    read_file_range,
+    read_file_into,
     save_tensors,
     tensor_shapes,
 )
@@ -86,7 +86,7 @@ def load_from(directory: str, tensors: dict[str, Tensor]) -> None:
     index, _ = parse_index(Path(directory, "index.json").read_bytes(), files)
     assert tensor_shapes(index) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
     group = dist.group.WORLD if dist.is_initialized() else None
-    load_tensors(tensors, index, read=read_file_range(Path(directory)), group=group)
+    load_tensors(tensors, index, read=read_file_into(Path(directory)), group=group)
 
 
 # -- What the ranks do -------------------------------------------------------------------------
@@ -109,17 +109,16 @@ def load_spread_out(rank: int, directory: str) -> tuple[bool, int]:
     files = json.loads(Path(directory, "files.json").read_bytes())
     index, _ = parse_index(Path(directory, "index.json").read_bytes(), files)
     tensors = {name: torch.full_like(tensor, 9) for name, tensor in expected().items()}
-    taken = 0
-    from_file = read_file_range(Path(directory))
+    taken: list[int] = []  # by several threads
+    from_file = read_file_into(Path(directory))
 
-    def read(name: str, start: int, length: int) -> bytes:
-        nonlocal taken
-        taken += length
-        return from_file(name, start, length)
+    def read(name: str, start: int, target: memoryview) -> int:
+        taken.append(len(target))
+        return from_file(name, start, target)
 
     group = dist.group.WORLD if dist.is_initialized() else None
     load_spread(tensors, index, read=read, group=group)
-    return all(torch.equal(tensors[n], tensor) for n, tensor in expected().items()), taken
+    return all(torch.equal(tensors[n], tensor) for n, tensor in expected().items()), sum(taken)
 
 
 def save_sharded(rank: int, directory: str) -> None:

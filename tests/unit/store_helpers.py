@@ -105,6 +105,14 @@ class MemoryStorage:
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         return self.read(name)[offset : offset + length]
 
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        data = self.read_range(name, offset, len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        yield self.read(name)
+
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         if name in self.files:
             raise FileExistsError(name)

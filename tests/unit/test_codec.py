@@ -13,11 +13,13 @@ from torch import Tensor
 
 from trainer.checkpoint.codec import (
     INDEX_VERSION,
+    HostBuffer,
     index_file,
     load_tensors,
     parse_index,
-    read_file_range,
+    read_file_into,
     save_tensors,
+    stage_tensors,
     tensor_shapes,
 )
 from trainer.spec.errors import CorruptCheckpoint, StorageError
@@ -70,7 +72,7 @@ class Directory:
             name: torch.full(shape, 1, dtype=dtype)
             for name, (shape, dtype) in tensor_shapes(parsed).items()
         }
-        load_tensors(tensors, parsed, read=read_file_range(self.path), group=None)
+        load_tensors(tensors, parsed, read=read_file_into(self.path), group=None)
         return tensors
 
 
@@ -90,6 +92,24 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(directory.load(directory.save(TENSORS)), TENSORS)
 
 
+def test_what_is_staged_is_what_would_be_written(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    index = directory.save(TENSORS)
+    buffer = HostBuffer(pinned=False)
+    buffer.take(1 << 20).fill_(255)
+    first = stage_tensors(TENSORS, shard_name="shard.bin", buffer=buffer, group=None)
+    assert first.data is not None
+    assert bytes(first.data) == (tmp_path / "shard.bin").read_bytes()
+    assert first.index_of({"shard.bin": "shard.bin"})["tensors"] == index["tensors"]
+    renamed = first.index_of({"shard.bin": "shard-t2.bin"})["tensors"]
+    assert {one["file"] for t in renamed.values() for one in t["chunks"]} == {"shard-t2.bin"}
+    # The same memory again: it is what the first save is not to be slower for.
+    again = stage_tensors(TENSORS, shard_name="shard.bin", buffer=buffer, group=None)
+    assert again.data is not None
+    assert again.data.tobytes() == first.data.tobytes()
+    assert buffer.take(1).data_ptr() == buffer.take(1 << 20).data_ptr()
+
+
 def test_saving_does_not_touch_the_tensors(tmp_path: Path) -> None:
     tensors = {"live": torch.nn.Parameter(torch.ones(3)), "view": torch.arange(6.0)[::2]}
     before = {name: raw(tensor) for name, tensor in tensors.items()}
@@ -103,7 +123,7 @@ def test_loading_fills_the_tensors_that_are_there(tmp_path: Path) -> None:
     index = directory.save({"w": torch.arange(4.0), "other": torch.ones(2)})
     parameter = torch.nn.Parameter(torch.zeros(4))
     parsed, _ = parse_index(json.dumps(index).encode(), directory.files)
-    load_tensors({"w": parameter}, parsed, read=read_file_range(tmp_path), group=None)
+    load_tensors({"w": parameter}, parsed, read=read_file_into(tmp_path), group=None)
     assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert parameter.requires_grad
 

@@ -292,9 +292,7 @@ class Checkpointer:
         load_spread(
             tensors,
             index,
-            read=lambda name, start, length: store.storage.read_range(
-                ref.path(name), start, length
-            ),
+            read=lambda name, start, target: store.storage.read_into(ref.path(name), start, target),
             group=self._group,
         )
         parameters = dict(strategy.named_parameters())

@@ -8,9 +8,11 @@ one after the other in its shard file. Nothing in a checkpoint is ever unpickled
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItemType,
@@ -44,8 +47,13 @@ from torch.futures import Future
 
 from trainer.spec.errors import CheckpointError, CorruptCheckpoint, StorageError, VitraError
 from trainer.store.manifest import FileEntry
+from trainer.store.storage import LocalStorage
 
 INDEX_VERSION = 1
+#: How many threads a load has, and how much memory it needs beside the tensors at most, or that of
+#: one chunk.
+_READERS = 4
+_EXTRA_BYTES = 96 << 20
 #: Chunks begin at multiples of this many bytes, so that a mapped file gives aligned tensors.
 _ALIGNMENT = 64
 
@@ -61,8 +69,8 @@ class Chunk:
 
 #: Writes a new file of the checkpoint from its parts; returns what the manifest says of it.
 CreateFile = Callable[[str, Iterable[memoryview]], FileEntry]
-#: (file, start, length) -> the bytes.
-ReadRange = Callable[[str, int, int], bytes]
+#: (file, start, target) -> how many bytes of `target` could be filled; called by several threads.
+ReadInto = Callable[[str, int, memoryview], int]
 
 
 def save_tensors(
@@ -141,7 +149,7 @@ def load_tensors(
     tensors: dict[str, Tensor],
     index: Metadata,
     *,
-    read: ReadRange,
+    read: ReadInto,
     group: dist.ProcessGroup | None,
     skip: Container[str] = (),
 ) -> None:
@@ -398,7 +406,7 @@ class _PartialLoadPlanner(DefaultLoadPlanner):
 class _ShardReader(StorageReader):
     """Copies byte ranges of shard files into the tensors that a load plan names."""
 
-    def __init__(self, index: Metadata, read: ReadRange) -> None:
+    def __init__(self, index: Metadata, read: ReadInto) -> None:
         self._index = index
         self._read = read
 
@@ -418,32 +426,55 @@ class _ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        shapes = self._index.state_dict_metadata
+        running: deque[tuple[int, concurrent.futures.Future[None]]] = deque()
+        extra_bytes = 0
+        with concurrent.futures.ThreadPoolExecutor(_READERS, "load") as pool:
+            try:
+                for item in plan.items:
+                    assert item.type != LoadItemType.BYTE_IO, "only tensors are in a checkpoint"
+                    target = planner.resolve_tensor(item).detach()
+                    length = self._index.storage_data[item.storage_index].length
+                    extra = 0 if _is_plain(target, length) else length
+                    while running and extra and extra_bytes + extra > _EXTRA_BYTES:
+                        held, future = running.popleft()
+                        future.result()
+                        extra_bytes -= held
+                    running.append((extra, pool.submit(self._read_item, item, target)))
+                    extra_bytes += extra
+                for _, future in running:
+                    future.result()
+            finally:
+                for _, future in running:
+                    future.cancel()
         for item in plan.items:
-            assert item.type != LoadItemType.BYTE_IO, "only tensors are in a checkpoint"
-            place = self._index.storage_data[item.storage_index]
-            info = shapes[item.storage_index.fqn]
-            assert isinstance(info, TensorStorageMetadata)
-            sizes = next(c.sizes for c in info.chunks if c.offsets == item.storage_index.offset)
-            data = bytearray(self._read(place.file, place.start, place.length))
-            if (
-                len(data) != place.length
-                or place.length != sizes.numel() * info.properties.dtype.itemsize
-            ):
-                raise CorruptCheckpoint(
-                    f"{place.file}: {item.storage_index.fqn} has {len(data)} bytes"
-                )
-            chunk = _tensor_of(data, info.properties.dtype).reshape(sizes)
+            planner.commit_tensor(item, planner.resolve_tensor(item).detach())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+        """Fill `target` with the part that `item` names of one chunk."""
+        place = self._index.storage_data[item.storage_index]
+        info = self._index.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(info, TensorStorageMetadata)
+        dtype = info.properties.dtype
+        sizes = next(c.sizes for c in info.chunks if c.offsets == item.storage_index.offset)
+        # Into the tensor itself where its memory is laid out as the file is.
+        is_direct = _is_plain(target, place.length) and (target.shape, target.dtype) == (
+            sizes,
+            dtype,
+        )
+        chunk = target if is_direct else torch.empty(sizes, dtype=dtype)
+        view = bytes_of(chunk)
+        found = self._read(place.file, place.start, view) if len(view) else 0
+        if found != place.length or found != len(view):
+            raise CorruptCheckpoint(f"{place.file}: {item.storage_index.fqn} has {found} bytes")
+        if not is_direct:
             for dimension, (offset, length) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
                 chunk = chunk.narrow(dimension, offset, length)
-            target = planner.resolve_tensor(item).detach()
             target.copy_(chunk)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the base class's signature
@@ -456,8 +487,9 @@ def bytes_of(tensor: Any) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def _tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def _is_plain(tensor: Tensor, size_bytes: int) -> bool:
+    """Whether the memory of a tensor can be filled with so many bytes in one go."""
+    return tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes == size_bytes
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -512,12 +544,7 @@ def _first_failure(err: CheckpointException) -> VitraError:
     return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")
 
 
-def read_file_range(directory: Path) -> ReadRange:
+def read_file_into(directory: Path) -> ReadInto:
     """Ranges of the files in a local directory."""
-
-    def read(name: str, start: int, length: int) -> bytes:
-        with (directory / name).open("rb") as file:
-            file.seek(start)
-            return file.read(length)
-
-    return read
+    storage = LocalStorage(directory)
+    return storage.read_into

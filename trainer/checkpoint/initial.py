@@ -31,7 +31,6 @@ from trainer.weights import copy_whole
 if TYPE_CHECKING:
     from trainer.strategies.base import TrainingStrategy
 
-_READ_BYTES = 8 << 20
 #: Files that torch wrote; every other one is taken for safetensors.
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 #: Keys under which others keep the weights in such a file, and what they put before each name.
@@ -111,7 +110,7 @@ def _load_directory(
     }
     _check({n: shape for n, (shape, _) in shapes.items()}, wanted)
     load_tensors(
-        {f"model.{n}": t for n, t in wanted.items()}, index, read=storage.read_range, group=None
+        {f"model.{n}": t for n, t in wanted.items()}, index, read=storage.read_into, group=None
     )
 
 
@@ -119,7 +118,7 @@ def _wrong(storage: Storage, entry: FileEntry) -> str | None:
     """What is wrong with one file of a checkpoint, in words; reads it to the end."""
     digest = Digest()
     try:
-        while chunk := storage.read_range(entry.name, digest.size_bytes, _READ_BYTES):
+        for chunk in storage.stream(entry.name):
             digest.update(chunk)
     except FileNotFoundError:
         return f"{entry.name} is missing"

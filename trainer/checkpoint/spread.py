@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.codec import ReadRange, load_tensors
+from trainer.checkpoint.codec import ReadInto, load_tensors
 
 
 def load_spread(
     tensors: dict[str, Tensor],
     index: Metadata,
     *,
-    read: ReadRange,
+    read: ReadInto,
     group: dist.ProcessGroup | None,
 ) -> None:
     """As `load_tensors`, each rank reading its share of what all hold, and what it alone needs.

@@ -53,7 +53,6 @@ from trainer.store.storage import Chunk, Storage, flat, open_storage
 OWNER_NAME = "owner.json"
 
 _STEP_DIRECTORY = re.compile(r"step-([0-9]{8,})/")
-_READ_BYTES = 8 << 20
 #: How often a step that another process got in the way of starts again.
 _TRIES = 100
 #: How many unusable checkpoints an error message lists.
@@ -685,10 +684,7 @@ class CheckpointStore:
             return _size_problem(entry, size)
         digest = Digest()
         try:
-            while digest.size_bytes < entry.size_bytes:
-                chunk = self.storage.read_range(path, digest.size_bytes, _READ_BYTES)
-                if not chunk:
-                    break
+            for chunk in self.storage.stream(path):
                 digest.update(chunk)
         except FileNotFoundError:
             return f"{entry.name} vanished while it was read"

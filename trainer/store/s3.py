@@ -15,6 +15,7 @@ What the store above relies on, and how it comes about here:
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections import deque
@@ -37,7 +38,8 @@ from trainer.store.storage import Chunk, check_name, flat
 
 #: Requests at a time for one file.
 _PARALLEL = 8
-#: With `_PARALLEL` it bounds the memory.
+#: With `_PARALLEL` these bound the memory.
+_READ_BYTES = 8 << 20
 PIECE_BYTES = 16 << 20
 #: An object has at most 10,000 parts of at most 5 GiB and is at most 5 TiB: its later parts grow.
 _PARTS_OF_A_SIZE = 1000
@@ -55,13 +57,28 @@ def part_bytes(number: int, first: int = PIECE_BYTES) -> int:
     return first << min((number - 1) // _PARTS_OF_A_SIZE, _DOUBLINGS)
 
 
+class _Readers:
+    """The threads that read, all of a process together; a forked child has its own."""
+
+    def __init__(self) -> None:
+        self._held: tuple[int, ThreadPoolExecutor] | None = None
+
+    def get(self) -> ThreadPoolExecutor:
+        if self._held is None or self._held[0] != os.getpid():
+            self._held = (os.getpid(), ThreadPoolExecutor(_PARALLEL, "s3-read"))
+        return self._held[1]
+
+
+_READERS = _Readers()
+
+
 class S3Storage:
     """`Storage` in the bucket and under the prefix that `uri` names (s3://bucket/prefix).
 
     Args:
         options: passed to s3fs.
         patience_s: for how long a request that fails is tried again.
-        piece_bytes: of one read, and of the first parts of an upload; S3 wants 5 MiB or more.
+        piece_bytes: of the first parts of an upload; S3 wants 5 MiB or more.
 
     Raises:
         UsageError: the URI names no bucket.
@@ -122,16 +139,22 @@ class S3Storage:
         return self._read(name)[0]
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        if length <= 0:
-            return b""
-        pieces = [
-            (start, min(self._piece_bytes, offset + length - start))
-            for start in range(offset, offset + length, self._piece_bytes)
-        ]
-        if len(pieces) == 1:
-            return self._read_piece(name, offset, length)
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            return b"".join(pool.map(lambda piece: self._read_piece(name, *piece), pieces))
+        if length <= _READ_BYTES:
+            return self._read_piece(name, offset, length) if length > 0 else b""
+        return b"".join(self._ahead(name, offset, offset + length))
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        found = 0
+        for piece in self._ahead(name, offset, offset + len(target)):
+            target[found : found + len(piece)] = piece
+            found += len(piece)
+        return found
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(name)
+        yield from self._ahead(name, 0, size)
 
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         if self.size(name) is not None:
@@ -250,6 +273,21 @@ class S3Storage:
             )
         except Answer as answer:
             raise FileNotFoundError(name) from answer
+
+    def _ahead(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """The pieces of a range in order, up to `_PARALLEL` of them under way."""
+        running: deque[Future[bytes]] = deque()
+        try:
+            for offset in range(start, end, _READ_BYTES):
+                if len(running) == _PARALLEL:
+                    yield running.popleft().result()
+                length = min(_READ_BYTES, end - offset)
+                running.append(_READERS.get().submit(self._read_piece, name, offset, length))
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
 
     def _read_piece(self, name: str, start: int, length: int) -> bytes:
         """Bytes [start, start + length), fewer where the file ends."""

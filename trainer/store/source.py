@@ -10,7 +10,6 @@ from pathlib import Path
 from trainer.store.manifest import MANIFEST_NAME
 from trainer.store.storage import LocalStorage, Storage, local_path_of, open_storage
 
-_READ_BYTES = 64 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -31,10 +30,7 @@ class Source:
     def chunks(self) -> Iterator[bytes]:
         """The file's content. Raises FileNotFoundError, StorageError."""
         assert self.file is not None
-        offset = 0
-        while chunk := self.storage.read_range(self.file, offset, _READ_BYTES):
-            yield chunk
-            offset += len(chunk)
+        return self.storage.stream(self.file)
 
 
 def find_source(

@@ -27,6 +27,7 @@ Chunk = bytes | bytearray | memoryview
 
 _DIRECTORY_MODE = 0o750
 _FILE_MODE = 0o640
+_STREAM_BYTES = 8 << 20
 #: How often an operation starts again after another process moved something under its feet.
 _TRIES = 16
 
@@ -77,6 +78,21 @@ class Storage(Protocol):
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length), fewer where the file ends. Raises FileNotFoundError."""
+        ...
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        """Fill `target` with the bytes from `offset` on; how many there were.
+
+        May be called by several threads at once. Raises FileNotFoundError.
+        """
+        ...
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """The whole content in order, in pieces of some MiB, read ahead where that is quicker.
+
+        Raises:
+            FileNotFoundError: it is not there, or no longer.
+        """
         ...
 
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
@@ -201,6 +217,24 @@ class LocalStorage:
             finally:
                 os.close(descriptor)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        path, found = self._path(name), 0
+        with _explained(path, expected=FileNotFoundError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                # One read gives at most 2 GiB.
+                while count := os.preadv(descriptor, [target[found:]], offset + found):
+                    found += count
+            finally:
+                os.close(descriptor)
+        return found
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        offset = 0
+        while piece := self.read_range(name, offset, _STREAM_BYTES):
+            yield piece
+            offset += len(piece)
 
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         path = self._path(name)

@@ -1,0 +1,269 @@
+"""What saving and loading costs: ours beside what else there is, on disk and on S3, in one run.
+
+    python -m tests.bench.storage [--mib 1024] [--home DIRECTORY]
+
+One process saves and loads so many MiB of float32 in tensors of 32 MiB. The S3 server is the tests'
+own, on this machine, and shares its cores; `raw` is botocore with parts of 16 MiB, eight at a time,
+which is the fastest that plain Python does. Prints MiB/s, and each one's share of its reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.s3.server import S3Server
+from trainer.checkpoint.background import pieces
+from trainer.checkpoint.codec import (
+    HostBuffer,
+    index_file,
+    load_tensors,
+    parse_index,
+    stage_tensors,
+)
+from trainer.store.checkpoints import CheckpointRef, CheckpointStore
+from trainer.store.manifest import CheckpointManifest, index_name, shard_name
+from trainer.store.storage import Storage, open_storage
+
+_PART = 16 << 20
+_PARALLEL = 8
+_TENSOR_BYTES = 32 << 20
+
+Tensors = dict[str, Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--home", type=Path, default=None, help="where the files go")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    count = max(1, arguments.mib * (1 << 20) // _TENSOR_BYTES)
+    tensors = {f"t{number}": torch.randn(_TENSOR_BYTES // 4) for number in range(count)}
+    home = Path(tempfile.mkdtemp(prefix="vitra-bench-", dir=arguments.home))
+    server = S3Server(home / "s3")
+    try:
+        server.start()
+        for name, value in server.environ().items():
+            os.environ[name] = value
+        bench = Bench(tensors, home, server)
+        bench.staging()
+        bench.disk()
+        bench.s3()
+    finally:
+        server.kill()
+        shutil.rmtree(home)
+
+
+class Bench:
+    """The measurements; each prints a row."""
+
+    def __init__(self, tensors: Tensors, home: Path, server: S3Server) -> None:
+        self._tensors = tensors
+        self._mib = sum(tensor.nbytes for tensor in tensors.values()) / (1 << 20)
+        self._home = home
+        self._server = server
+        self._like = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+    def staging(self) -> None:
+        """How long training stands still for a save in the background."""
+        ready = {name: torch.zeros_like(tensor) for name, tensor in self._tensors.items()}
+        buffer = HostBuffer(pinned=False)
+
+        def copy() -> None:
+            for name, tensor in self._tensors.items():
+                ready[name].copy_(tensor)
+
+        def stage() -> None:
+            stage_tensors(self._tensors, shard_name="s", buffer=buffer, group=None)
+
+        stage()
+        copied = self._row("copy into ready memory", _best(copy), None)
+        self._row("background save: stall", _best(stage), copied)
+        self._row("torch.save: stall", _best(self._torch_save), copied)
+
+    def disk(self) -> None:
+        place = self._home / "dcp"
+
+        def dcp_save() -> None:
+            shutil.rmtree(place, ignore_errors=True)
+            dcp.save(self._tensors, checkpoint_id=str(place), no_dist=True)
+
+        def mapped() -> None:
+            saved = torch.load(self._home / "torch.pt", mmap=True)
+            for name, tensor in saved.items():
+                self._like[name].copy_(tensor)
+
+        reference = self._row("disk: dcp.save", _best(dcp_save), None)
+        save, load, verify = self._ours(str(self._home / "ours"))
+        self._row("disk: our save", _best(save), reference)
+        reference = self._row("disk: torch.load(mmap) and copy", _best(mapped), None)
+        dcp_load = _best(lambda: dcp.load(self._like, checkpoint_id=str(place), no_dist=True))
+        self._row("disk: dcp.load", dcp_load, reference)
+        self._row("disk: our load", _best(load), reference)
+        self._row("disk: our check of every byte", _best(verify), reference)
+
+    def s3(self) -> None:
+        from botocore.config import Config
+        from botocore.session import Session
+
+        client = Session().create_client("s3", config=Config(max_pool_connections=_PARALLEL))
+        bucket = self._server.bucket
+        client.create_bucket(Bucket=bucket)
+        data = torch.cat([tensor.view(torch.uint8) for tensor in self._tensors.values()]).numpy()
+
+        def raw_save() -> None:
+            key = {"Bucket": bucket, "Key": "raw"}
+            upload = client.create_multipart_upload(**key)["UploadId"]
+
+            def send(number: int) -> dict[str, Any]:
+                body = data[number * _PART : (number + 1) * _PART].tobytes()
+                part = {"UploadId": upload, "PartNumber": number + 1}
+                tag = client.upload_part(Body=body, **part, **key)["ETag"]
+                return {"PartNumber": number + 1, "ETag": tag}
+
+            with ThreadPoolExecutor(_PARALLEL) as pool:
+                parts = [*pool.map(send, range(-(-len(data) // _PART)))]
+            client.complete_multipart_upload(
+                UploadId=upload, MultipartUpload={"Parts": parts}, **key
+            )
+
+        def raw_load() -> None:
+            def fetch(start: int) -> None:
+                ranged = f"bytes={start}-{start + _PART - 1}"
+                client.get_object(Bucket=bucket, Key="raw", Range=ranged)["Body"].read()
+
+            with ThreadPoolExecutor(_PARALLEL) as pool:
+                list(pool.map(fetch, range(0, len(data), _PART)))
+
+        raw_saved = self._row("S3: raw write", _best(raw_save, 2), None)
+        raw_loaded = self._row("S3: raw read", _best(raw_load, 2), None)
+        save, load, verify = self._ours(f"s3://{bucket}/ours")
+        self._row("S3: our save", _best(save, 2), raw_saved)
+        self._row("S3: our load", _best(load, 2), raw_loaded)
+        self._row("S3: our check of every byte", _best(verify, 2), raw_loaded)
+        self._fsspec(f"s3://{bucket}", raw_saved, raw_loaded)
+
+    def _fsspec(self, place: str, raw_saved: float, raw_loaded: float) -> None:
+        from s3fs import S3FileSystem
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+        fs = S3FileSystem()
+
+        def torch_save() -> None:
+            with fs.open(f"{place}/torch.pt", "wb") as file:
+                torch.save(self._tensors, file)
+
+        def torch_load() -> None:
+            with fs.open(f"{place}/torch.pt", "rb") as file:
+                torch.load(file)
+
+        def dcp_save() -> None:
+            dcp.save(self._tensors, storage_writer=FsspecWriter(f"{place}/dcp"), no_dist=True)
+
+        def dcp_load() -> None:
+            dcp.load(self._like, storage_reader=FsspecReader(f"{place}/dcp"), no_dist=True)
+
+        self._row("S3: torch.save through s3fs", _best(torch_save, 1), raw_saved)
+        self._row("S3: torch.load through s3fs", _best(torch_load, 1), raw_loaded)
+        self._row("S3: dcp.save through fsspec", _best(dcp_save, 1), raw_saved)
+        self._row("S3: dcp.load through fsspec", _best(dcp_load, 1), raw_loaded)
+
+    def _torch_save(self) -> None:
+        with (self._home / "torch.pt").open("wb") as file:
+            torch.save(self._tensors, file)
+            os.fsync(file.fileno())
+
+    def _ours(self, uri: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+        """A save, with digests, manifest and retention; a load of it; a check of it."""
+        store = CheckpointStore(open_storage(uri), "bench-1")
+        store.own()
+        store.claim_next(None, None)
+        saved: list[CheckpointRef] = []
+        buffer = HostBuffer(pinned=False)
+
+        def save() -> None:
+            step = len(saved) + 1
+            staged = stage_tensors(
+                self._tensors, shard_name=shard_name(1, 0), buffer=buffer, group=None
+            )
+            assert staged.data is not None
+            shard = store.create_file(step, staged.name, pieces(staged.data))
+            index = staged.index_of({staged.name: shard.name})
+            saved.append(_committed(store, step, index, shard))
+            store.retain(1, keep_last=2, keep_every=None, resumed_step=None)
+
+        def load() -> None:
+            ref = saved[-1]
+            sizes = {entry.name: entry.size_bytes for entry in ref.manifest.files}
+            index, _ = parse_index(store.storage.read(ref.path(index_file(sizes))), sizes)
+            _load(self._like, index, store.storage, ref)
+            assert torch.equal(self._like["t0"], self._tensors["t0"])
+
+        def verify() -> None:
+            assert store.verify(saved[-1]) == []
+
+        return save, load, verify
+
+    def _row(self, what: str, seconds: float, reference: float | None) -> float:
+        share = "" if reference is None else f"{reference / seconds:8.2f}"
+        sys.stdout.write(f"{what:34}{seconds:9.3f} s{self._mib / seconds:9.0f} MiB/s{share}\n")
+        sys.stdout.flush()
+        return seconds
+
+
+def _committed(
+    store: CheckpointStore, step: int, index: dict[str, Any], shard: Any
+) -> CheckpointRef:
+
+    entry = store.create_file(step, index_name(1), [json.dumps(index).encode()])
+    manifest = CheckpointManifest(
+        run_id=store.run_id,
+        step=step,
+        epoch=0,
+        samples_seen=0,
+        attempt=1,
+        world_size=1,
+        strategy="ddp",
+        spec_digest="0",
+        files=(shard, entry),
+        created_at="2026-01-01T00:00:00Z",
+    )
+    store.commit(manifest)
+    return CheckpointRef(manifest)
+
+
+def _load(tensors: Tensors, index: Any, storage: Storage, ref: CheckpointRef) -> None:
+    def read(name: str, start: int, target: memoryview) -> int:
+        return storage.read_into(ref.path(name), start, target)
+
+    load_tensors(tensors, index, read=read, group=None)
+
+
+def _best(act: Callable[[], object], times: int = 3) -> float:
+    """The shortest time of a few, in seconds."""
+    taken: list[float] = []
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+if __name__ == "__main__":
+    main()
