@@ -231,7 +231,7 @@ def watch(
 def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
     """Show one run in full: state, attempts and their verdicts, newest checkpoint."""
     from launcher.registry import read_record
-    from launcher.show import status_lines
+    from launcher.show import loss_lines, status_lines
     from launcher.slurm import Slurm
     from launcher.standing import JobBook, standing
     from launcher.status import run_status
@@ -242,7 +242,7 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
     if json_:
         _print_json(facts)
     else:
-        _print_lines(status_lines(facts))
+        _print_lines([*status_lines(facts), *loss_lines(run_dir, width=_plot_width())])
 
 
 @app.command()
@@ -612,6 +612,17 @@ def _print_json(document: dict[str, Any]) -> None:
     from launcher.progress import write
 
     write(sys.stdout, json.dumps(document, indent=1) + "\n")
+
+
+def _plot_width() -> int:
+    """How wide a plot on standard output may be; 0 where it is no terminal that can show one."""
+    import shutil
+
+    try:
+        "▁█".encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return 0
+    return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 0
 
 
 def _print_lines(lines: list[str]) -> None:

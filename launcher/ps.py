@@ -7,24 +7,19 @@ what is shown of them is what the run itself recorded. `vitra status` looks.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from launcher.pace import pace
 from launcher.progress import clock_time
 from launcher.registry import read_record, runs
 from launcher.slurm import Slurm
 from launcher.standing import JobBook, standing
 from trainer.spec.errors import VitraError
 from trainer.spec.outcome import RunState
-from trainer.spec.rundir import AttemptDir, RunDir, read_lines
-
-#: The end of metrics.jsonl that is read: some 40 records.
-_TAIL_BYTES = 16384
-#: The steps whose mean time makes the estimate.
-_RECENT_STEPS = 20
+from trainer.spec.rundir import RunDir, read_lines
 
 _HEADINGS = ("RUN", "STATE", "ATTEMPT", "STEP", "CHECKPOINT", "NODES", "ETA")
 
@@ -116,7 +111,7 @@ def _fill(row: dict[str, Any], run_dir: RunDir, book: JobBook) -> None:
     row["last_checkpoint_step"] = _last_saved(events)
     numbers = run_dir.attempt_numbers()
     row["attempt"] = max(numbers, default=0)
-    step, step_time_s = _progress(run_dir.attempt(numbers[-1])) if numbers else (None, None)
+    step, step_time_s = pace(run_dir.attempt(numbers[-1])) if numbers else (None, None)
     row["step"] = _resume_step(events) if step is None else step
     try:
         plan = json.loads(run_dir.plan.read_bytes())
@@ -126,40 +121,6 @@ def _fill(row: dict[str, Any], run_dir: RunDir, book: JobBook) -> None:
         return
     if state is RunState.RUNNING and step_time_s is not None and row["total_steps"] is not None:
         row["eta_s"] = max(0, row["total_steps"] - row["step"]) * step_time_s
-
-
-def _progress(files: AttemptDir) -> tuple[int | None, float | None]:
-    """An attempt's last finished step and its recent mean step time; None for what is not known."""
-    records = [
-        (int(record["step"]), float(record["step_time_s"])) for record in _last_records(files)
-    ]
-    times = [taken for _, taken in records[-_RECENT_STEPS:]]
-    step = records[-1][0] if records else None
-    # Steps between two records are in the ranks' own reports only, which the outcome sums up.
-    try:
-        ended = json.loads(files.outcome.read_bytes())["last_step"]
-    except (OSError, ValueError, TypeError, KeyError):
-        ended = None
-    return step if ended is None else ended, sum(times) / len(times) if times else None
-
-
-def _last_records(files: AttemptDir) -> Iterable[dict[str, Any]]:
-    """The last records of an attempt's metrics, in order."""
-    try:
-        with files.metrics.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return
-    # The first is cut off where the file is longer, the last where it is just being written.
-    for line in lines[1 if start else 0 : -1]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield cast("dict[str, Any]", record)
 
 
 def _last_saved(events: Iterable[Mapping[str, Any]]) -> int | None:

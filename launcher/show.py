@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.job import Ending
+from launcher.pace import trend
 from launcher.progress import clock_time
 from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
@@ -59,7 +60,7 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
     lines = [
         f"run         {facts['run_id']}",
         f"state       {facts['state']}: {facts['reason']}",
-        f"step        {facts['step']} of {total}",
+        f"step        {facts['step']} of {total}{_to_go(facts['eta_s'])}",
         f"checkpoint  {saved}",
         *_goodput_lines(facts["goodput"]),
         *_budget_lines(facts["budgets"]),
@@ -76,6 +77,20 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
         verdict = attempt["verdict"] or "running"
         lines.append(f"attempt {attempt['attempt']}   {verdict}, {steps}: {attempt['reason']}")
     return lines
+
+
+def loss_lines(run_dir: RunDir, *, width: int) -> list[str]:
+    """How the loss has fallen, as a line of at most `width` characters; 0: in numbers alone."""
+    losses = [float(record["loss"]) for record in read_lines(run_dir.metrics)]
+    if len(losses) < 2:
+        return []
+    first, last = f"{losses[0]:.4f}", f"{losses[-1]:.4f}"
+    drawn = trend(losses, width - len("loss        ") - len(first) - len(last) - 2)
+    return [f"loss        {first} {drawn or '->'} {last}"]
+
+
+def _to_go(eta_s: float | None) -> str:
+    return "" if eta_s is None else f", about {clock_time(eta_s)} to go"
 
 
 #: The parts of a run's time as people call them.

@@ -13,6 +13,7 @@ from launcher.budgets import budgets, run_history
 from launcher.goodput import goodput
 from launcher.jobs import effective
 from launcher.lock import lock_holder
+from launcher.pace import pace
 from launcher.registry import read_plan, read_record
 from trainer.spec.errors import StorageError, VitraError
 from trainer.spec.outcome import Outcome, RankReport, RunState, Verdict
@@ -94,10 +95,23 @@ def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any
         "step": step if step is not None else max(steps, default=0),
         "total_steps": plan.total_steps if plan else None,
         "last_checkpoint_step": _last_checkpoint(plan),
+        "eta_s": _eta_s(run_dir, numbers, stands, plan),
         "attempts": attempts,
         "budgets": _budgets(run_dir, plan) if plan else None,
         "goodput": goodput(run_dir, alive=stands.alive, waiting_s=_waiting_s(stands)),
     }
+
+
+def _eta_s(
+    run_dir: RunDir, numbers: Sequence[int], stands: Standing, plan: Plan | None
+) -> float | None:
+    """How long the steps still to be trained take at the present pace, while it trains."""
+    if stands.state is not RunState.RUNNING or not numbers or plan is None:
+        return None
+    step, step_time_s = pace(run_dir.attempt(numbers[-1]))
+    if step is None or step_time_s is None or plan.total_steps is None:
+        return None
+    return max(0, plan.total_steps - step) * step_time_s
 
 
 def _waiting_s(stands: Standing) -> float:

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from launcher.job import Ending
+from launcher.pace import trend
 from launcher.planner import plan
-from launcher.show import checkpoint_lines, ending_lines, local_lines, plan_lines, status_lines
+from launcher.show import (
+    checkpoint_lines,
+    ending_lines,
+    local_lines,
+    loss_lines,
+    plan_lines,
+    status_lines,
+)
 from trainer.spec.outcome import RunState, Verdict
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir
@@ -62,6 +70,7 @@ STATUS: dict[str, Any] = {
     "step": 7,
     "total_steps": None,
     "last_checkpoint_step": None,
+    "eta_s": None,
     "attempts": [
         {"attempt": 1, "verdict": "error", "first_step": 1, "last_step": 7, "reason": "killed"},
         {"attempt": 2, "verdict": None, "first_step": None, "last_step": None, "reason": "runs"},
@@ -113,6 +122,35 @@ def test_status_lines() -> None:
         "attempt 2   running, no step finished: runs",
     ]
     assert not any(line.startswith("job") for line in lines)
+
+
+def test_status_lines_of_a_run_that_trains() -> None:
+    lines = status_lines({**STATUS, "state": "running", "total_steps": 9, "eta_s": 305.0})
+    assert "step        7 of 9, about 5 min 5 s to go" in lines
+
+
+@pytest.mark.parametrize("width", [0, 30, 80, 100])
+def test_loss_lines(tmp_path: Path, width: int) -> None:
+    run_dir = RunDir(tmp_path)
+    assert loss_lines(run_dir, width=width) == []
+    losses = [2.0 / step for step in range(1, 201)]
+    run_dir.metrics.write_text("".join(f'{{"loss": {loss}}}\n' for loss in losses))
+    (line,) = loss_lines(run_dir, width=width)
+    assert line.startswith("loss        2.0000 ")
+    assert line.endswith(" 0.0100")
+    drawn = line.split()[2]
+    if width == 0:
+        assert drawn == "->"
+    else:
+        assert len(line) == width
+        assert (drawn[0], drawn[-1]) == ("█", "▁")
+        assert list(drawn) == sorted(drawn, reverse=True)
+
+
+def test_a_loss_that_does_not_change_is_a_line() -> None:
+    assert trend([3.0, 3.0, 3.0], 10) == "▁▁▁"
+    assert trend([3.0], 10) == ""
+    assert trend([1.0, 2.0], -5) == ""
 
 
 def test_status_lines_of_a_job() -> None:
