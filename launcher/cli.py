@@ -63,6 +63,12 @@ RunRoot = Annotated[
         "--run-root", metavar="DIR", help="Where runs live (default: $VITRA_RUN_ROOT, or ./runs)."
     ),
 ]
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", metavar="NAME", help="Take what the spec leaves out from this profile."
+    ),
+]
 Wait = Annotated[
     bool,
     typer.Option("--wait", help="Follow it to the end, as --local does; Ctrl-C only stops that."),
@@ -98,6 +104,7 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
 def submit(
     spec: SpecPath,
     override: Overrides = None,
+    profile: ProfileName = None,
     run_root: RunRoot = None,
     local: Annotated[
         bool, typer.Option("--local", help="Run it on this machine, to the end.")
@@ -117,7 +124,7 @@ def submit(
     from launcher.submission import submit_slurm
     from launcher.submit import draft, script, submit_local
 
-    drafted = draft(spec, override or [], run_root=run_root, environ=os.environ)
+    drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     if dry_run:
         _show_dry_run(drafted.plan, None if local else script(drafted), as_json=json_)
         return
@@ -136,18 +143,22 @@ def submit(
 
 @app.command()
 def plan(
-    spec: SpecPath, override: Overrides = None, run_root: RunRoot = None, json_: Json = False
+    spec: SpecPath,
+    override: Overrides = None,
+    profile: ProfileName = None,
+    run_root: RunRoot = None,
+    json_: Json = False,
 ) -> None:
     """Show the plan alone: world size, batch, steps."""
     from launcher.planner import public_view
-    from launcher.show import plan_lines
+    from launcher.show import plan_lines, profile_lines
     from launcher.submit import draft
 
-    drafted = draft(spec, override or [], run_root=run_root, environ=os.environ)
+    drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     if json_:
-        _print_json(public_view(drafted.plan))
+        _print_json({**public_view(drafted.plan), "origins": dict(drafted.loaded.origins)})
     else:
-        _print_lines(plan_lines(drafted.plan))
+        _print_lines([*plan_lines(drafted.plan), *profile_lines(drafted.loaded)])
 
 
 @app.command()
@@ -252,6 +263,7 @@ def doctor(
         typer.Argument(metavar="[SPEC]", help="What is to run; looked at as well."),
     ] = None,
     override: Overrides = None,
+    profile: ProfileName = None,
     run_root: RunRoot = None,
     json_: Json = False,
 ) -> None:
@@ -262,7 +274,9 @@ def doctor(
     from launcher.submit import draft
 
     drafted = (
-        None if spec is None else draft(spec, override or [], run_root=run_root, environ=os.environ)
+        None
+        if spec is None
+        else draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     )
     root = choose_run_root(run_root, None, os.environ) if drafted is None else drafted.run_root
     findings: list[examination.Finding] = []

@@ -1,4 +1,4 @@
-"""A spec file and overrides -> RunSpec, or every fault at once, each with its line and column."""
+"""A spec, profiles beneath it and overrides above -> RunSpec, or every fault with its place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -71,17 +71,29 @@ _SYNONYMS = {
 
 
 @dataclass(frozen=True)
+class Profile:
+    """A file with values for whatever a spec leaves out; `source` names it in faults."""
+
+    text: bytes
+    source: str
+
+
+@dataclass(frozen=True)
 class LoadedSpec:
     """A sound spec and what it came from.
 
     `text` is the file, byte for byte. `overrides` are the KEY=VALUE that count, in the order they
     were given; of several for one key, the last. `source` names the file as the user typed it.
+    `profiles` are those beneath it, the lowest first, and `origins` says of each value that was
+    given, by its dotted key, where.
     """
 
     spec: RunSpec
     text: bytes
     overrides: tuple[str, ...]
     source: str
+    profiles: tuple[Profile, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def load_spec(
@@ -90,28 +102,34 @@ def load_spec(
     *,
     environ: Mapping[str, str],
     shown_as: str | None = None,
+    profiles: Sequence[Profile] = (),
 ) -> LoadedSpec:
     """Read a spec file, apply overrides (KEY=VALUE, the value read as YAML) and check everything.
 
     `environ` fills in `~` and `${NAME}` in paths. `shown_as` names the file in faults where
-    `str(path)` is not what the user typed.
+    `str(path)` is not what the user typed. `profiles`, the lowest first, give what the file leaves
+    out: of a mapping, key by key.
 
     Raises:
         SpecError: the file cannot be read, or the spec has faults: all of them in file order,
-            those of overrides last.
+            those of profiles first and those of overrides last.
     """
     source = one_line(str(path) if shown_as is None else shown_as)
-    data = _read(path, source)
-    loading = _Loading(source, environ)
+    data = read_file(path, source)
+    loading = _Loading(source, environ, [profile.source for profile in profiles])
     root = loading.compose_file(_decode(data, source))
+    for number, profile in enumerate(reversed(profiles), 1):
+        beneath = loading.compose_profile(_decode(profile.text, profile.source), -number)
+        if root is not None and beneath is not None:
+            root = _merged(beneath, root)
     given = [loading.parse_override(text) for text in overrides]
-    spec = loading.validate(root, [override for override in given if override is not None])
+    spec, origins = loading.validate(root, [one for one in given if one is not None])
     latest: dict[str, str] = {}
     for override, text in zip(given, overrides, strict=True):
         assert override is not None, "a malformed override is a fault"
         latest.pop(override.key, None)
         latest[override.key] = text
-    return LoadedSpec(spec, data, tuple(latest.values()), source)
+    return LoadedSpec(spec, data, tuple(latest.values()), source, tuple(profiles), origins)
 
 
 def changed_fields(old: RunSpec, new: RunSpec) -> list[str]:
@@ -139,7 +157,7 @@ def read_overrides(path: Path) -> tuple[str, ...]:
         SpecError: the file cannot be read, or is no list of text.
     """
     source = one_line(str(path))
-    text = _decode(_read(path, source), source)
+    text = _decode(read_file(path, source), source)
     try:
         root, _ = compose(text)
     except NotReadable as err:
@@ -214,17 +232,20 @@ class _Override:
 class _Loading:
     """One reading of a spec: collects faults from every stage, then raises them together."""
 
-    def __init__(self, source: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, environ: Mapping[str, str], profiles: Sequence[str] = ()
+    ) -> None:
         self._file = source
+        self._profiles = profiles
         self._environ = environ
         self._override_keys: list[str] = []
         self._faults: list[tuple[Place, Fault]] = []
         self._hints_left = _MOST_HINTS
 
-    def compose_file(self, text: str) -> Table | None:
+    def compose_file(self, text: str, source: int = 0) -> Table | None:
         """The file's tree; None, with the fault noted, where there is none to work with."""
         try:
-            root, faults = compose(text)
+            root, faults = compose(text, source)
         except NotReadable as err:
             self._note_yaml(err.fault)
             return None
@@ -233,11 +254,18 @@ class _Loading:
         if isinstance(root, Table):
             return root
         if root is None:
-            self._note(Place(0, 1, 1), (), "is empty; a spec begins with `name: ...`")
+            self._note(Place(source, 1, 1), (), "is empty; a spec begins with `name: ...`")
         else:
             what = "a list" if isinstance(root, Listing) else "a single value"
             self._note(root.place, (), f"a spec is a mapping of keys to values, this is {what}")
         return None
+
+    def compose_profile(self, text: str, source: int) -> Table | None:
+        """The tree of a profile; `source`, from -1 down, marks its places."""
+        root = self.compose_file(text, source)
+        if root is not None and (entry := root.entries.get("name")) is not None:
+            self._note(entry.key_place, ("name",), "a profile is for many runs, and names none")
+        return root
 
     def parse_override(self, text: str) -> _Override | None:
         """One `-o`; None, with the fault noted, where it cannot be understood."""
@@ -268,8 +296,10 @@ class _Loading:
             return None
         return replace(override, node=node)
 
-    def validate(self, root: Table | None, overrides: Sequence[_Override]) -> RunSpec:
-        """The spec that the tree and the overrides make.
+    def validate(
+        self, root: Table | None, overrides: Sequence[_Override]
+    ) -> tuple[RunSpec, Mapping[str, str]]:
+        """The spec that the tree and the overrides make, and where each given value stands.
 
         Raises:
             SpecError: whatever has been noted, here and before.
@@ -281,7 +311,9 @@ class _Loading:
         kept = {
             key: entry for key, entry in root.entries.items() if not key.startswith(_IGNORED_PREFIX)
         }
-        root = self._expand(replace(root, entries=kept))
+        root = replace(root, entries=kept)
+        origins = {dotted(loc): self._where(place) for loc, place in _leaves(root)}
+        root = self._expand(root)
         self._check_name_is_no_boolean(root)
         try:
             spec = RunSpec.model_validate(_to_data(root, ()))
@@ -291,7 +323,7 @@ class _Loading:
             raise self._error() from None
         if self._faults:
             raise self._error()
-        return spec
+        return spec, origins
 
     def _apply(self, root: Table, override: _Override) -> Table:
         above = override.path[:-1]
@@ -372,11 +404,14 @@ class _Loading:
         self._note(fault.place, fault.path, fault.problem)
 
     def _note(self, place: Place, loc: Loc, problem: str) -> None:
-        if place.source:
-            where = f"-o {dotted(tuple(self._override_keys[place.source - 1].split('.')))}"
-        else:
-            where = f"{self._file}:{place.line}:{place.column}"
-        self._faults.append((place, Fault(where, dotted(loc), one_line(problem))))
+        self._faults.append((place, Fault(self._where(place), dotted(loc), one_line(problem))))
+
+    def _where(self, place: Place) -> str:
+        """A place as faults name it."""
+        if place.source > 0:
+            return f"-o {dotted(tuple(self._override_keys[place.source - 1].split('.')))}"
+        file = self._profiles[place.source] if place.source else self._file
+        return f"{file}:{place.line}:{place.column}"
 
     def _error(self) -> SpecError:
         return SpecError([fault for _, fault in sorted(self._faults, key=lambda pair: pair[0])])
@@ -416,6 +451,26 @@ def _put(table: Table, path: tuple[str, ...], entry: Entry) -> Table:
         key_place = old.key_place if old else entry.key_place
         entry = Entry(key_place, _put(inner, tuple(rest), entry))
     return replace(table, entries={**table.entries, key: entry})
+
+
+def _merged(beneath: Table, above: Table) -> Table:
+    """Of two mappings, key by key, whatever `above` does not say from `beneath`."""
+    entries = dict(beneath.entries)
+    for key, entry in above.entries.items():
+        lower = entries.get(key)
+        if lower and isinstance(lower.node, Table) and isinstance(entry.node, Table):
+            entry = Entry(entry.key_place, _merged(lower.node, entry.node))
+        entries[key] = entry
+    return replace(above, entries=entries)
+
+
+def _leaves(table: Table, above: Loc = ()) -> Iterator[tuple[Loc, Place]]:
+    """The places of all values but mappings, with their keys."""
+    for key, entry in table.entries.items():
+        if isinstance(entry.node, Table) and entry.node.entries:
+            yield from _leaves(entry.node, (*above, key))
+        else:
+            yield (*above, key), entry.node.place
 
 
 def _is_null(node: Node) -> bool:
@@ -499,8 +554,8 @@ def _table_of(value: object) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
-def _read(path: Path, source: str) -> bytes:
-    """The file's bytes, at most MOST_BYTES of them.
+def read_file(path: Path, source: str) -> bytes:
+    """The bytes of a spec's file, at most MOST_BYTES of them; `source` names it in faults.
 
     Raises:
         SpecError: it is not there, cannot be read or is too large.

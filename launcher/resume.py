@@ -11,6 +11,7 @@ from launcher.job import close_unjudged
 from launcher.jobs import begin_submission, submissions
 from launcher.load import changed_fields, dotted, dump_overrides, load_spec, read_overrides
 from launcher.planner import replan
+from launcher.profiles import kept_profiles
 from launcher.registry import absolute, read_plan
 from launcher.status import Standing, run_status
 from launcher.submit import refuse_later_parts, refuse_place
@@ -70,7 +71,10 @@ def check_resume(
     """
     old = read_plan(run_dir)
     given = [*read_overrides(run_dir.overrides), *overrides]
-    loaded = load_spec(run_dir.spec, given, environ=environ) if overrides else None
+    loaded = None
+    if overrides:
+        profiles = kept_profiles(run_dir)
+        loaded = load_spec(run_dir.spec, given, environ=environ, profiles=profiles)
     new = replan(old, loaded.spec, base_dir=str(absolute("."))) if loaded else old
     refuse_later_parts(new)
     changes = changed_fields(old.spec, new.spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.job import Ending
+from launcher.load import LoadedSpec
 from launcher.pace import trend
 from launcher.progress import clock_time
 from trainer.spec.outcome import RunState
@@ -37,6 +38,17 @@ def plan_lines(plan: Plan) -> list[str]:
         for shape in plan.elastic
     ]
     return [*lines, *(f"note: {note}" for note in plan.notes)]
+
+
+def profile_lines(loaded: LoadedSpec) -> list[str]:
+    """Which values are those of a profile, and of which file of it."""
+    lines: list[str] = []
+    for profile in loaded.profiles:
+        begins = f"{profile.source}:"
+        keys = [key for key, where in loaded.origins.items() if where.startswith(begins)]
+        used = ", ".join(keys) or "the spec says all of it otherwise"
+        lines.append(f"profile       {profile.source}: {used}")
+    return lines
 
 
 def local_lines(plan: Plan) -> list[str]:

@@ -18,6 +18,7 @@ from launcher.ask import ask_trainer
 from launcher.environment import component_environment, importing
 from launcher.load import LoadedSpec, dump_overrides, load_spec
 from launcher.planner import check_samples, plan
+from launcher.profiles import find_profiles, keep_profiles
 from launcher.registry import (
     DRY_RUN_SUFFIX,
     RunRecord,
@@ -52,14 +53,20 @@ class Draft:
 
 
 def draft(
-    spec_path: Path, overrides: Sequence[str], *, run_root: str | None, environ: Mapping[str, str]
+    spec_path: Path,
+    overrides: Sequence[str],
+    *,
+    run_root: str | None,
+    environ: Mapping[str, str],
+    profile: str | None = None,
 ) -> Draft:
     """Load and plan; touches nothing.
 
     Raises:
-        SpecError, PlanError: the spec is refused.
+        SpecError, PlanError: the spec is refused. UsageError: there is no such profile.
     """
-    loaded = load_spec(spec_path, overrides, environ=environ)
+    profiles = [] if profile is None else find_profiles(profile, environ)
+    loaded = load_spec(spec_path, overrides, environ=environ, profiles=profiles)
     root = choose_run_root(run_root, loaded.spec.run_root, environ)
     return Draft(loaded, _plan_in(loaded, root, f"{loaded.spec.name}-{DRY_RUN_SUFFIX}"), root)
 
@@ -191,6 +198,7 @@ def fill(
 
     write_atomic(run_dir.spec, loaded.text)
     write_atomic(run_dir.overrides, dump_overrides(loaded.overrides))
+    keep_profiles(run_dir, loaded.profiles)
     planned = planned.with_samples(found["n_samples"])
     write_atomic(run_dir.plan, planned.model_dump_json(indent=1).encode())
     run_dir.attempts.mkdir(mode=0o750)

@@ -47,8 +47,8 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Place:
-    """Where a node begins: in which text (0: the file, n: the n-th override), line and column
-    from 1."""
+    """Where a node begins: in which text (0: the file, n: the n-th override, -n: the n-th profile
+    from above), line and column from 1."""
 
     source: int
     line: int

@@ -35,6 +35,11 @@ class RunDir:
         return self.path / "overrides.yaml"
 
     @property
+    def profiles(self) -> Path:
+        """Copies of the profiles beneath the spec; there only where there were any."""
+        return self.path / "profiles"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 
