@@ -23,9 +23,10 @@ torture:
 	VITRA_TORTURE_ROUNDS=5 .venv/bin/python -m pytest -m slow tests/e2e/test_strategies.py tests/dist/test_topologies.py
 	VITRA_TORTURE_ROUNDS=200 .venv/bin/python -m pytest -m "slow or not slow" tests/e2e/test_store_kill.py tests/s3/test_kill.py
 
-# What a strategy costs a step, side by side with the bare loop.
+# What a strategy costs a step, side by side with the bare loop; what saving and loading costs.
 bench:
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.bench.step_time
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.bench.storage
 
 golden:
 	VITRA_UPDATE_GOLDEN=1 .venv/bin/python -m pytest tests/unit/test_request.py

@@ -83,6 +83,11 @@ def refuse_later_parts(checked: Plan) -> None:
             "resources.nodes is a range: elastic runs are planned, but not yet run by this version",
             f"write one number, such as nodes: {checked.nodes}",
         )
+    if checked.checkpoint_uri.startswith("memory://"):
+        raise errors.UsageError(
+            f"checkpoint.uri={checked.checkpoint_uri}: each process has a memory of its own",
+            "use a path or s3://BUCKET/PREFIX",
+        )
     # Refuses places of a kind that cannot be used.
     _store_of(checked)
 

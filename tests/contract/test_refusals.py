@@ -68,6 +68,7 @@ def test_no_slurm_here(vitra: Vitra, tmp_path_factory: pytest.TempPathFactory) -
 
 REFUSED = {
     "elastic": ({"resources__nodes": {"min": 1, "max": 2}}, "not yet"),
+    "memory": ({"checkpoint__uri": "memory://x/{run_id}"}, "a memory of its own"),
     "protocol": ({"checkpoint__uri": "ftp://host/{run_id}"}, "ftp:// cannot hold checkpoints"),
 }
 

@@ -130,10 +130,15 @@ def test_a_run_starts_from_given_weights_once(tmp_path: Path) -> None:
         if name.startswith("model.")
     }
     save_file(weights, tmp_path / "weights.safetensors")
+    # As VITRA keeps them, each under what wrapped the model.
+    wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
+    torch.save({"model": wrapped, "epoch": 3}, tmp_path / "weights.pt")
     directory = source.dir.path / "checkpoints" / "step-00000002"
     # A rate so small that a step changes nothing of the weights but the last bit.
     still = {"train": {"max_steps": 1, "learning_rate": 1e-12}}
-    for number, place in enumerate([directory, tmp_path / "weights.safetensors"]):
+    for number, place in enumerate(
+        [directory, tmp_path / "weights.pt", tmp_path / "weights.safetensors"]
+    ):
         run = Run(tmp_path / str(number), 1, still, {"checkpoint": {"init_from": str(place)}})
         assert run.train() == [0]
         saved = run.checkpoint(1)

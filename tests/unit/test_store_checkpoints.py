@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,11 +30,14 @@ from trainer.spec.errors import (
     StorageError,
 )
 from trainer.store.checkpoints import CheckpointStore, Skipped, file_path, step_directory
+from trainer.store.fsspec_storage import FsspecStorage
 from trainer.store.manifest import MANIFEST_NAME, shard_name
 from trainer.store.storage import LocalStorage, Storage
 
 
-@pytest.fixture(params=["disk", "objects", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=["disk", "objects", "fsspec", pytest.param("s3", marks=pytest.mark.slow)],
+)
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> CheckpointStore:
@@ -42,6 +46,8 @@ def store(
     storage: Storage = MemoryStorage()
     if request.param == "disk":
         storage = LocalStorage(tmp_path / "place")
+    elif request.param == "fsspec":
+        storage = FsspecStorage(f"memory://{secrets.token_hex(8)}/place")
     elif request.param == "s3":
         storage = request.getfixturevalue("s3_place")
     store = CheckpointStore(storage, RUN)

@@ -443,6 +443,10 @@ def open_storage(
         return S3Storage(
             uri, storage_options, patience_s=PATIENCE_S if patience_s is None else patience_s
         )
+    from trainer.store.fsspec_storage import PROTOCOLS, FsspecStorage
+
+    if _scheme_of(uri) in PROTOCOLS:
+        return FsspecStorage(uri, storage_options)
     raise UsageError(
         f"checkpoint.uri: {_scheme_of(uri)}:// cannot hold checkpoints: fsspec has no way to "
         "create a file there whole and only once, which decides what attempt owns a run",
