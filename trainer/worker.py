@@ -121,6 +121,7 @@ def run(
     start = plan.spec.checkpoint
     if state.step == 0 and start.init_from is not None:
         load_initial_weights(start.init_from, strategy, ranks, agree, start.storage_options)
+    checkpoints.warm(strategy)
     if ranks.is_primary:
         records.rebuild(state.step)
     agree.barrier()

@@ -199,14 +199,20 @@ class Paced(Run):
 
     def lost_steps(self) -> list[int]:
         """How many finished steps each attempt but the last had to leave to its successor."""
-        starts = [event["step"] for event in self.events("started")]
-        ends = [attempt["last_step"] or 0 for attempt in self.attempts()]
-        return [end - start for end, start in zip(ends[:-1], starts[1:], strict=True)]
+        starts = {event["attempt"]: event["step"] for event in self.events("started")}
+        lost: list[int] = []
+        for attempt in self.attempts()[:-1]:
+            number = attempt["attempt"]
+            after = next(starts[later] for later in sorted(starts) if later > number)
+            # One that trained nothing ends where it began, if it got that far.
+            end = attempt["last_step"] or starts.get(number, after)
+            lost.append(end - after)
+        return lost
 
-    def assert_equals(self, undisturbed: Mapping[str, Any]) -> None:
-        """It is complete, and nothing tells what it went through."""
+    def assert_equals(self, undisturbed: Mapping[str, Any], saved: Path | None = None) -> None:
+        """It is complete, and nothing tells what it went through; `saved`: its checkpoints."""
         assert self.state() == "completed", self.account()
-        found = results(self.dir.path)
+        found = results(self.dir.path, saved)
         assert [m["step"] for m in found["metrics"]] == list(range(1, STEPS + 1))
         assert found["step"] == STEPS
         for what, value in undisturbed.items():

@@ -11,10 +11,12 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.s3.server import S3Server, weed_command
+from trainer.store.checkpoints import CheckpointStore
 from trainer.store.s3 import S3Storage
 from trainer.store.s3_client import S3Client
 
@@ -64,3 +66,14 @@ def look_at(
         patch.delenv(name)
     for name, value in server.environ(identity).items():
         patch.setenv(name, value)
+
+
+def copied(uri: str, to: Path) -> Path:
+    """The checkpoints of a place as a directory."""
+    storage = S3Storage(uri)
+    for ref in CheckpointStore.existing(storage).survey().complete:
+        directory = to / f"step-{ref.step:08d}"
+        directory.mkdir(parents=True)
+        for name in ("manifest.json", *(entry.name for entry in ref.manifest.files)):
+            (directory / name).write_bytes(storage.read(ref.path(name)))
+    return to

@@ -13,23 +13,12 @@ from safetensors import safe_open
 
 from tests.conftest import Vitra, tree, wait_until
 from tests.e2e.runs import Run, results, spec
+from tests.s3.fixtures import copied
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import S3Server
-from trainer.store.checkpoints import CheckpointStore
 from trainer.store.s3 import S3Storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def copied(uri: str, to: Path) -> Path:
-    """The checkpoints of a place as a directory."""
-    storage = S3Storage(uri)
-    for ref in CheckpointStore.existing(storage).survey().complete:
-        directory = to / f"step-{ref.step:08d}"
-        directory.mkdir(parents=True)
-        for name in ("manifest.json", *(entry.name for entry in ref.manifest.files)):
-            (directory / name).write_bytes(storage.read(ref.path(name)))
-    return to
 
 
 def everything(uri: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.conftest import run_python
 from tests.s3.fixtures import look_at
@@ -150,6 +152,39 @@ def test_a_forked_child_has_its_own_connection(s3_place: S3Storage) -> None:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert s3_place.names() == ["child", "parent"]
+
+
+@pytest.mark.timeout(240)
+def test_data_workers_are_forked_while_a_save_goes_on(s3_place: S3Storage, s3_uri: str) -> None:
+    """Fifty times, from a process with connections, a loop and threads of its own: none hangs."""
+    for number in range(4):
+        s3_place.claim(f"sample-{number}", bytes([number]))
+    over = threading.Event()
+
+    def save() -> None:
+        for number in itertools.count():
+            if over.is_set():
+                return
+            S3Storage(s3_uri, piece_bytes=5 << 20).create(f"shard-{number}", [bytes(6 << 20)])
+            s3_place.remove(f"shard-{number}")
+
+    class Samples:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return s3_place.read(f"sample-{index}")[0]
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    try:
+        for _ in range(50):
+            loader = DataLoader(Samples(), num_workers=2, timeout=60)  # pyright: ignore[reportArgumentType]
+            assert [int(sample) for sample in loader] == [0, 1, 2, 3]
+    finally:
+        over.set()
+        saving.join(60)
+    assert not saving.is_alive()
 
 
 # -- The probe ---------------------------------------------------------------------------------

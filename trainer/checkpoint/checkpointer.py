@@ -102,6 +102,11 @@ class Checkpointer:
         self._resumed_step: int | None = None
         self.saved_step: int | None = None
 
+    def warm(self, strategy: TrainingStrategy) -> None:
+        """Make the memory ready that saves in the background copy this rank's part into."""
+        if self._background is not None:
+            self._buffer.warm(_staged_bytes(strategy, self._ranks.world_size))
+
     def save(
         self,
         strategy: TrainingStrategy,
@@ -480,6 +485,21 @@ def _weights_of(strategy: TrainingStrategy, left_out: Collection[str]) -> dict[s
     """Parameters and buffers under the names that they have in a checkpoint."""
     state = strategy.named_state().items()
     return {_MODEL + name: tensor for name, tensor in state if name not in left_out}
+
+
+def _staged_bytes(strategy: TrainingStrategy, world_size: int) -> int:
+    """About how many bytes of the state one rank saves: weights, and two moments of each trained.
+
+    More than it is, as a rule: what all ranks hold is shared out to them by whole tensors.
+    """
+    alone = shared = 0
+    for _, parameter in strategy.named_parameters():
+        held = 3 if parameter.requires_grad else 1
+        if isinstance(parameter, DTensor):
+            alone += held * parameter.to_local().nbytes
+        else:
+            shared += held * parameter.nbytes
+    return alone + (shared if world_size == 1 else round(1.25 * shared / world_size))
 
 
 def _tensors_of(strategy: TrainingStrategy, left_out: Collection[str]) -> dict[str, Tensor]:

@@ -242,6 +242,10 @@ class HostBuffer:
         self._pinned = pinned
         self._held = torch.empty(0, dtype=torch.uint8)
 
+    def warm(self, size_bytes: int) -> None:
+        """Have so many bytes ready, so that not even the first taker waits for them."""
+        self.take(size_bytes).zero_()
+
     def take(self, size_bytes: int) -> Tensor:
         """So many bytes; what the last taker had is no longer its own."""
         if self._held.numel() < size_bytes:
