@@ -4,12 +4,14 @@
 
 One process saves and loads so many MiB of float32 in tensors of 32 MiB. The S3 server is the tests'
 own, on this machine, and shares its cores; `raw` is botocore with parts of 16 MiB, eight at a time,
-which is the fastest that plain Python does. Prints MiB/s, and each one's share of its reference.
+which is the fastest that plain Python does. boto3's own transfers and s3torchconnector are measured
+where they are installed. Prints MiB/s, and each one's share of its reference.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +164,51 @@ class Bench:
         self._row("S3: our save", _best(save, 2), raw_saved)
         self._row("S3: our load", _best(load, 2), raw_loaded)
         self._row("S3: our check of every byte", _best(verify, 2), raw_loaded)
+        if find_spec("boto3"):
+            self._boto3(data, raw_saved, raw_loaded)
+        if find_spec("s3torchconnector"):
+            self._connector(f"s3://{bucket}/connector/", raw_saved, raw_loaded)
         self._fsspec(f"s3://{bucket}", raw_saved, raw_loaded)
+
+    def _boto3(self, data: Any, raw_saved: float, raw_loaded: float) -> None:
+        import boto3
+        from boto3.s3.transfer import TransferConfig
+
+        client = boto3.client("s3")
+        bucket, config = (
+            self._server.bucket,
+            TransferConfig(multipart_chunksize=_PART, max_concurrency=_PARALLEL),
+        )
+
+        def save() -> None:
+            client.upload_fileobj(io.BytesIO(data), bucket, "boto3", Config=config)
+
+        def load() -> None:
+            client.download_fileobj(bucket, "boto3", io.BytesIO(), Config=config)
+
+        self._row("S3: boto3 upload_fileobj", _best(save, 2), raw_saved)
+        self._row("S3: boto3 download_fileobj", _best(load, 2), raw_loaded)
+
+    def _connector(self, place: str, raw_saved: float, raw_loaded: float) -> None:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
+
+        config = S3ClientConfig(force_path_style=True)
+        made = {
+            "region": os.environ["AWS_DEFAULT_REGION"],
+            "path": place,
+            "s3client_config": config,
+        }
+        os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"]
+
+        def save() -> None:
+            dcp.save(self._tensors, storage_writer=S3StorageWriter(**made), no_dist=True)
+
+        def load() -> None:
+            dcp.load(self._like, storage_reader=S3StorageReader(**made), no_dist=True)
+
+        self._row("S3: dcp.save, s3torchconnector", _best(save, 2), raw_saved)
+        self._row("S3: dcp.load, s3torchconnector", _best(load, 2), raw_loaded)
 
     def _fsspec(self, place: str, raw_saved: float, raw_loaded: float) -> None:
         from s3fs import S3FileSystem
