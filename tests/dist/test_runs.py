@@ -123,6 +123,7 @@ def backbone(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: t for name, t in checkpoint.tensors.items() if ".backbone." in f".{name}"}
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_stays_frozen_and_thaws_through_resumes(tmp_path: Path) -> None:
     """Frozen for 3 steps; stopped within the freeze, and after it."""
     changes = {

@@ -120,6 +120,7 @@ def test_a_run_keeps_its_profiles(tmp_path: Path) -> None:
     assert [profile.text for profile in kept_profiles(run_dir)] == [p.text for p in profiles]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_profile_that_it_was_submitted_with(
     files: Files, vitra: SimpleNamespace
 ) -> None:
