@@ -130,8 +130,9 @@ def children(parent: int) -> list[int]:
             stat = (entry / "stat").read_text() if entry.name.isdigit() else ""
         except OSError:
             continue
+        state, of = stat.rpartition(")")[2].split()[:2] if stat else ("", "")
         # A zombie is nobody's service any more.
-        if stat and stat.rpartition(")")[2].split()[:2] == ["S", str(parent)]:
+        if of == str(parent) and state not in ("Z", "X"):
             found.append(int(entry.name))
     return found
 

@@ -118,7 +118,8 @@ def test_a_failure_for_good_ends(fault: str, proxy: FaultyProxy, s3_uri: str) ->
     with pytest.raises(StorageError, match=f"^{s3_uri} at {proxy.endpoint}"):
         place.read("owner.json")
     assert time.monotonic() - began < 30
-    assert 2 <= len(proxy.requests) - before <= 10
+    # The client underneath repeats some of them by itself.
+    assert 2 <= len(proxy.requests) - before <= 30
 
 
 def test_a_failing_upload_is_given_up_whole(proxy: FaultyProxy, s3_uri: str) -> None:
