@@ -146,8 +146,8 @@ def torch_findings(draft: Draft | None, environ: Mapping[str, str]) -> Iterator[
 
 def run_root_findings(run_root: Path) -> Iterator[Finding]:
     """Whether runs can be written where they are to live, from this host."""
-    there = next(path for path in (run_root, *run_root.parents) if path.exists())
-    name = there / f".vitra-doctor-{secrets.token_hex(8)}"
+    name = _new_file(run_root)
+    there = name.parent
     try:
         name.write_bytes(b"x")
         name.unlink()
@@ -168,6 +168,12 @@ def run_root_findings(run_root: Path) -> Iterator[Finding]:
         )
     else:
         yield _ok("run root", text)
+
+
+def _new_file(run_root: Path) -> Path:
+    """A name for a file to try the run root out with; in what there is above it so far."""
+    there = next(path for path in (run_root, *run_root.parents) if path.exists())
+    return there / f".vitra-doctor-{secrets.token_hex(8)}"
 
 
 def network_findings() -> Iterator[Finding]:
@@ -315,8 +321,8 @@ def _save_s(draft: Draft) -> float | None:
 
 def _node(plan: Plan | None, run_root: Path, slurm: Slurm) -> Iterator[Finding]:
     """What a compute node sees: the run root, this Python, the time."""
-    there = next(path for path in (run_root, *run_root.parents) if path.exists())
-    marker = there / f".vitra-doctor-{secrets.token_hex(8)}"
+    marker = _new_file(run_root)
+    there = marker.parent
     resources = plan.spec.resources if plan else None
     options = [
         f"--{name}={value}"

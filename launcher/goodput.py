@@ -8,7 +8,7 @@ for how long it all took, and what lies between one host and another is nobody's
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -77,7 +77,12 @@ class Timekeeper:
 
 
 def goodput(
-    run_dir: RunDir, *, alive: bool, waiting_s: float = 0.0, now: datetime | None = None
+    run_dir: RunDir,
+    events: Iterable[Mapping[str, Any]],
+    *,
+    alive: bool,
+    waiting_s: float = 0.0,
+    now: datetime | None = None,
 ) -> dict[str, float | None]:
     """The parts of a run's time in seconds, which add up to `wall_s`, and the ratio that counts.
 
@@ -85,11 +90,12 @@ def goodput(
 
     Args:
         run_dir: a submitted run.
+        events: all of it so far.
         alive: it goes on by itself, so its time goes on too.
         waiting_s: how long its job has been in the queue for its present life.
         now: the time of day; None: now.
     """
-    events = effective(read_lines(run_dir.events))
+    events = effective(events)
     numbers = run_dir.attempt_numbers()
     starts = {int(e["attempt"]): int(e["step"]) for e in events if e.get("event") == "started"}
     spent = dict.fromkeys(_PARTS, 0.0)

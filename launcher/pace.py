@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,8 +18,22 @@ _RECENT_STEPS = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def pace(files: AttemptDir) -> tuple[int | None, float | None]:
+@dataclass(frozen=True)
+class Pace:
     """An attempt's last finished step and its recent mean step time; None for what is not known."""
+
+    step: int | None
+    step_time_s: float | None
+
+    def to_go_s(self, total_steps: int | None) -> float | None:
+        """How long the steps still to be trained take at this pace."""
+        if self.step is None or self.step_time_s is None or total_steps is None:
+            return None
+        return max(0, total_steps - self.step) * self.step_time_s
+
+
+def pace(files: AttemptDir) -> Pace:
+    """How far an attempt is, and how fast it goes."""
     records = [
         (int(record["step"]), float(record["step_time_s"])) for record in _last_records(files)
     ]
@@ -29,7 +44,7 @@ def pace(files: AttemptDir) -> tuple[int | None, float | None]:
         ended = json.loads(files.outcome.read_bytes())["last_step"]
     except (OSError, ValueError, TypeError, KeyError):
         ended = None
-    return step if ended is None else ended, sum(times) / len(times) if times else None
+    return Pace(step if ended is None else ended, sum(times) / len(times) if times else None)
 
 
 def _last_records(files: AttemptDir) -> Iterable[dict[str, Any]]:

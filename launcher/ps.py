@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launcher.pace import pace
+from launcher.pace import Pace, pace
 from launcher.progress import clock_time
 from launcher.registry import read_record, runs
 from launcher.slurm import Slurm
@@ -111,16 +111,16 @@ def _fill(row: dict[str, Any], run_dir: RunDir, book: JobBook) -> None:
     row["last_checkpoint_step"] = _last_saved(events)
     numbers = run_dir.attempt_numbers()
     row["attempt"] = max(numbers, default=0)
-    step, step_time_s = pace(run_dir.attempt(numbers[-1])) if numbers else (None, None)
-    row["step"] = _resume_step(events) if step is None else step
+    now = pace(run_dir.attempt(numbers[-1])) if numbers else Pace(None, None)
+    row["step"] = _resume_step(events) if now.step is None else now.step
     try:
         plan = json.loads(run_dir.plan.read_bytes())
         row["total_steps"], row["nodes"] = plan["total_steps"], plan["nodes"]
     except (OSError, ValueError, TypeError, KeyError):
         row["problem"] = "its plan.json cannot be read"
         return
-    if state is RunState.RUNNING and step_time_s is not None and row["total_steps"] is not None:
-        row["eta_s"] = max(0, row["total_steps"] - row["step"]) * step_time_s
+    if state is RunState.RUNNING:
+        row["eta_s"] = now.to_go_s(row["total_steps"])
 
 
 def _last_saved(events: Iterable[Mapping[str, Any]]) -> int | None:

@@ -98,7 +98,7 @@ def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any
         "eta_s": _eta_s(run_dir, numbers, stands, plan),
         "attempts": attempts,
         "budgets": _budgets(run_dir, plan) if plan else None,
-        "goodput": goodput(run_dir, alive=stands.alive, waiting_s=_waiting_s(stands)),
+        "goodput": goodput(run_dir, events, alive=stands.alive, waiting_s=_waiting_s(stands)),
     }
 
 
@@ -108,10 +108,7 @@ def _eta_s(
     """How long the steps still to be trained take at the present pace, while it trains."""
     if stands.state is not RunState.RUNNING or not numbers or plan is None:
         return None
-    step, step_time_s = pace(run_dir.attempt(numbers[-1]))
-    if step is None or step_time_s is None or plan.total_steps is None:
-        return None
-    return max(0, plan.total_steps - step) * step_time_s
+    return pace(run_dir.attempt(numbers[-1])).to_go_s(plan.total_steps)
 
 
 def _waiting_s(stands: Standing) -> float:

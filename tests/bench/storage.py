@@ -175,10 +175,8 @@ class Bench:
         from boto3.s3.transfer import TransferConfig
 
         client = boto3.client("s3")
-        bucket, config = (
-            self._server.bucket,
-            TransferConfig(multipart_chunksize=_PART, max_concurrency=_PARALLEL),
-        )
+        bucket = self._server.bucket
+        config = TransferConfig(multipart_chunksize=_PART, max_concurrency=_PARALLEL)
 
         def save() -> None:
             client.upload_fileobj(io.BytesIO(data), bucket, "boto3", Config=config)

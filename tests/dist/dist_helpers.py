@@ -33,7 +33,6 @@ from trainer.checkpoint.codec import (
     index_file,
     load_tensors,
     parse_index,
-    read_file_into,
     tensor_shapes,
 )
 from trainer.spec.outcome import RankReport
@@ -44,7 +43,7 @@ from trainer.spec.rundir import RunDir, read_lines
 from trainer.spec.snapshot import Snapshot
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest
-from trainer.store.storage import open_storage
+from trainer.store.storage import LocalStorage, open_storage
 
 #: Far beyond what any of these takes: a world that hangs fails its test, and is killed.
 _PATIENCE_S = 90.0
@@ -279,7 +278,7 @@ class Run:
             name: torch.empty(shape, dtype=dtype)
             for name, (shape, dtype) in tensor_shapes(index).items()
         }
-        load_tensors(tensors, index, read=read_file_into(directory), group=None)
+        load_tensors(tensors, index, read=LocalStorage(directory).read_into, group=None)
         return Checkpoint(manifest, tensors, state)
 
 

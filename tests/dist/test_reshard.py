@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from trainer.checkpoint.codec import (
     load_tensors,
     parse_index,
-    read_file_into,
     save_tensors,
     tensor_shapes,
 )
 from trainer.checkpoint.spread import load_spread
 from trainer.spec.errors import StorageError
 from trainer.store.manifest import Digest, FileEntry
+from trainer.store.storage import LocalStorage
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,7 +86,7 @@ def load_from(directory: str, tensors: dict[str, Tensor]) -> None:
     index, _ = parse_index(Path(directory, "index.json").read_bytes(), files)
     assert tensor_shapes(index) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
     group = dist.group.WORLD if dist.is_initialized() else None
-    load_tensors(tensors, index, read=read_file_into(Path(directory)), group=group)
+    load_tensors(tensors, index, read=LocalStorage(Path(directory)).read_into, group=group)
 
 
 # -- What the ranks do -------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def load_spread_out(rank: int, directory: str) -> tuple[bool, int]:
     index, _ = parse_index(Path(directory, "index.json").read_bytes(), files)
     tensors = {name: torch.full_like(tensor, 9) for name, tensor in expected().items()}
     taken: list[int] = []  # by several threads
-    from_file = read_file_into(Path(directory))
+    from_file = LocalStorage(Path(directory)).read_into
 
     def read(name: str, start: int, target: memoryview) -> int:
         taken.append(len(target))

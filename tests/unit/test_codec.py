@@ -17,13 +17,13 @@ from trainer.checkpoint.codec import (
     index_file,
     load_tensors,
     parse_index,
-    read_file_into,
     save_tensors,
     stage_tensors,
     tensor_shapes,
 )
 from trainer.spec.errors import CorruptCheckpoint, StorageError
 from trainer.store.manifest import Digest, FileEntry
+from trainer.store.storage import LocalStorage
 
 TENSORS: dict[str, Tensor] = {
     "fp32": torch.randn(5, 7),
@@ -72,7 +72,7 @@ class Directory:
             name: torch.full(shape, 1, dtype=dtype)
             for name, (shape, dtype) in tensor_shapes(parsed).items()
         }
-        load_tensors(tensors, parsed, read=read_file_into(self.path), group=None)
+        load_tensors(tensors, parsed, read=LocalStorage(self.path).read_into, group=None)
         return tensors
 
 
@@ -123,7 +123,7 @@ def test_loading_fills_the_tensors_that_are_there(tmp_path: Path) -> None:
     index = directory.save({"w": torch.arange(4.0), "other": torch.ones(2)})
     parameter = torch.nn.Parameter(torch.zeros(4))
     parsed, _ = parse_index(json.dumps(index).encode(), directory.files)
-    load_tensors({"w": parameter}, parsed, read=read_file_into(tmp_path), group=None)
+    load_tensors({"w": parameter}, parsed, read=LocalStorage(tmp_path).read_into, group=None)
     assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert parameter.requires_grad
 

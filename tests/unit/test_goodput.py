@@ -67,7 +67,9 @@ class Timeline:
 
     def goodput(self, **options: Any) -> dict[str, Any]:
         now = BEGAN + timedelta(seconds=self.now_s)
-        found = goodput(self.dir, alive=options.pop("alive", False), now=now, **options)
+        found = goodput(
+            self.dir, self.events(), alive=options.pop("alive", False), now=now, **options
+        )
         assert sum(found[part] or 0.0 for part in PARTS) == pytest.approx(found["wall_s"], abs=0.01)
         return found
 

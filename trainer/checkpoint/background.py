@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from trainer.spec.errors import Fenced, StorageError
+from trainer.spec.errors import StorageError
 
 T = TypeVar("T")
 
@@ -61,8 +61,6 @@ def persist(write: Callable[[], T], *, what: str) -> T:
     for number, pause_s in enumerate((*_PAUSES_S, None)):
         try:
             return write()
-        except Fenced:
-            raise
         except StorageError as err:
             if pause_s is None:
                 raise

@@ -331,18 +331,15 @@ class Checkpointer:
         document = _state_document(strategy) | {"only_trainable": only_trainable}
         then = replace(state)
 
-        def write_shard(data: memoryview) -> FileEntry:
-            def create() -> FileEntry:
-                return self._store.create_file(then.step, name, pieces(data))
-
-            return persist(create, what=f"step {then.step}")
+        def create(data: memoryview) -> FileEntry:
+            return self._store.create_file(then.step, name, pieces(data))
 
         def write() -> None:
             entries: list[FileEntry] = []
 
             def upload() -> None:
-                if staged.data is not None:
-                    entries.append(write_shard(staged.data))
+                if (data := staged.data) is not None:
+                    entries.append(persist(lambda: create(data), what=f"step {then.step}"))
 
             self._agree_or_raise(upload, background)
             written = background.gather(entries)

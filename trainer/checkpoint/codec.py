@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -47,7 +47,8 @@ from torch.futures import Future
 
 from trainer.spec.errors import CheckpointError, CorruptCheckpoint, StorageError, VitraError
 from trainer.store.manifest import FileEntry
-from trainer.store.storage import LocalStorage
+
+T = TypeVar("T")
 
 INDEX_VERSION = 1
 #: How many threads a load has, and how much memory it needs beside the tensors at most, or that of
@@ -305,6 +306,26 @@ class _IndexWriter(StorageWriter):
         return False  # a checkpoint is never named by path here
 
 
+def _laid_out(plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[WriteItem, Tensor, int]]:
+    """What a rank is to write, with where each tensor begins in its shard; one after the other."""
+    end = 0
+    for item in plan.items:
+        assert item.type != WriteItemType.BYTE_IO, (
+            f"{item.index.fqn}: only tensors go into a checkpoint"
+        )
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        yield item, tensor, start
+        end = start + tensor.nbytes
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 class _ShardStager(_IndexWriter):
     """Copies one rank's chunks into host memory."""
 
@@ -316,26 +337,17 @@ class _ShardStager(_IndexWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         copies: list[tuple[int, Tensor]] = []
-        end = 0
-        for item in plan.items:
-            assert item.type != WriteItemType.BYTE_IO, (
-                f"{item.index.fqn}: only tensors go into a checkpoint"
-            )
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + tensor.nbytes
+        for item, tensor, start in _laid_out(plan, planner):
             copies.append((start, tensor))
             chunk = Chunk(self._shard_name, start, tensor.nbytes)
             results.append(WriteResult(item.index, tensor.nbytes, (chunk, None)))
         if copies:
-            self.data = self._copied(copies, end)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+            self.data = self._copied(copies)
+        return _done(results)
 
-    def _copied(self, copies: list[tuple[int, Tensor]], size_bytes: int) -> memoryview:
-        buffer = self._buffer.take(size_bytes)
+    def _copied(self, copies: list[tuple[int, Tensor]]) -> memoryview:
+        last_start, last = copies[-1]
+        buffer = self._buffer.take(last_start + last.nbytes)
         filled = 0
         for start, tensor in copies:
             buffer[filled:start] = 0
@@ -362,12 +374,8 @@ class _ShardWriter(_IndexWriter):
 
         def parts() -> Iterator[memoryview]:
             end = 0
-            for item in plan.items:
-                assert item.type != WriteItemType.BYTE_IO, (
-                    f"{item.index.fqn}: only tensors go into a checkpoint"
-                )
-                data = bytes_of(planner.resolve_data(item))
-                start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            for item, tensor, start in _laid_out(plan, planner):
+                data = bytes_of(tensor)
                 if start > end:
                     yield memoryview(bytes(start - end))
                 yield data
@@ -388,9 +396,7 @@ class _ShardWriter(_IndexWriter):
                 for r in results
             ]
         self._written()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _done(results)
 
 
 class _PartialLoadPlanner(DefaultLoadPlanner):
@@ -452,9 +458,7 @@ class _ShardReader(StorageReader):
                     future.cancel()
         for item in plan.items:
             planner.commit_tensor(item, planner.resolve_tensor(item).detach())
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         """Fill `target` with the part that `item` names of one chunk."""
@@ -546,9 +550,3 @@ def _first_failure(err: CheckpointException) -> VitraError:
     if isinstance(cause, OSError):
         return StorageError(f"rank {rank}: {cause}")
     return CheckpointError(f"rank {rank}: {type(cause).__name__}: {cause}")
-
-
-def read_file_into(directory: Path) -> ReadInto:
-    """Ranges of the files in a local directory."""
-    storage = LocalStorage(directory)
-    return storage.read_into

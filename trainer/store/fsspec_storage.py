@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from trainer.spec.errors import StorageError, UsageError
-from trainer.store.storage import Chunk, check_name, flat
+from trainer.store.storage import Chunk, check_name, flat, sizes_one_by_one, stream_by_ranges
 
 #: Where files are whole when they appear, and fsspec can be asked not to replace one.
 PROTOCOLS = ("memory", "gs", "gcs", "abfs", "abfss", "az")
@@ -61,8 +61,7 @@ class FsspecStorage:
         return int(entry["size"]) if entry["type"] == "file" else None
 
     def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
-        sizes = {name: self.size(f"{directory}/{name}") for name in names}
-        return {name: size for name, size in sizes.items() if size is not None}
+        return sizes_one_by_one(self, directory, names)
 
     def read(self, name: str) -> bytes:
         with self._explained(expected=FileNotFoundError):
@@ -89,10 +88,7 @@ class FsspecStorage:
         return found
 
     def stream(self, name: str) -> Iterator[bytes]:
-        offset = 0
-        while piece := self.read_range(name, offset, _STREAM_BYTES):
-            yield piece
-            offset += len(piece)
+        return stream_by_ranges(self, name, _STREAM_BYTES)
 
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         if self.size(name) is not None:

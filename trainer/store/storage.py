@@ -192,8 +192,7 @@ class LocalStorage:
             os.close(descriptor)
 
     def sizes(self, directory: str, names: Iterable[str]) -> dict[str, int]:
-        sizes = {name: self.size(f"{directory}/{name}") for name in names}
-        return {name: size for name, size in sizes.items() if size is not None}
+        return sizes_one_by_one(self, directory, names)
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
@@ -231,10 +230,7 @@ class LocalStorage:
         return found
 
     def stream(self, name: str) -> Iterator[bytes]:
-        offset = 0
-        while piece := self.read_range(name, offset, _STREAM_BYTES):
-            yield piece
-            offset += len(piece)
+        return stream_by_ranges(self, name, _STREAM_BYTES)
 
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         path = self._path(name)
@@ -402,6 +398,20 @@ class LocalStorage:
         _sync_directory(path.parent)
         if path.parent != self._root:
             _sync_directory(self._root)
+
+
+def sizes_one_by_one(storage: Storage, directory: str, names: Iterable[str]) -> dict[str, int]:
+    """`Storage.sizes` where no listing tells them."""
+    sizes = {name: storage.size(f"{directory}/{name}") for name in names}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def stream_by_ranges(storage: Storage, name: str, piece_bytes: int) -> Iterator[bytes]:
+    """`Storage.stream` where nothing is read ahead."""
+    offset = 0
+    while piece := storage.read_range(name, offset, piece_bytes):
+        yield piece
+        offset += len(piece)
 
 
 def check_name(name: str) -> str:
