@@ -75,12 +75,14 @@ def absolute(text: str) -> Path:
     """The absolute path that a person means by `text`; `~` is filled in, links are not followed.
 
     Raises:
-        UsageError: `~` of an unknown user, or a relative path where no directory is any more.
+        UsageError: a NUL, `~` of an unknown user, or a relative path where no directory is left.
     """
     try:
         return Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - resolve() follows links
     except RuntimeError as err:
         raise UsageError(f"{text}: {err}", "write the path in full") from err
+    except ValueError as err:
+        raise UsageError(f"{text!r} has a NUL in it", "choose another name") from err
     except FileNotFoundError as err:
         raise UsageError("the current directory has been removed", "cd to one that exists") from err
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher import submit
@@ -36,6 +36,7 @@ def test_newest_first_by_the_time_in_the_id(tmp_path: Path) -> None:
     assert list(runs(tmp_path / "absent")) == []
 
 
+@example("~\0")
 @given(st.text(min_size=1, max_size=20))
 def test_a_run_root_is_absolute_and_sound_or_refused(text: str) -> None:
     try:
