@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.ask import ask_trainer
+from launcher.container import check_container, container_of
 from launcher.environment import component_environment, importing
 from launcher.load import LoadedSpec, dump_overrides, load_spec
 from launcher.planner import check_samples, plan
@@ -58,10 +59,13 @@ def draft(
 
     Raises:
         SpecError, PlanError: the spec is refused.
+        UsageError: it asks for a container that cannot be given what the ranks need.
     """
     loaded = load_spec(spec_path, overrides, environ=environ)
     root = choose_run_root(run_root, loaded.spec.run_root, environ)
-    return Draft(loaded, _plan_in(loaded, root, f"{loaded.spec.name}-{DRY_RUN_SUFFIX}"), root)
+    planned = _plan_in(loaded, root, f"{loaded.spec.name}-{DRY_RUN_SUFFIX}")
+    check_container(planned, absolute("."))
+    return Draft(loaded, planned, root)
 
 
 def script(draft_: Draft) -> str:
@@ -172,7 +176,7 @@ def fill(
     say("checking data and model")
     around = component_environment(environ, loaded.spec)
     path = user_path(loaded.spec, absolute("."), around.get("PYTHONPATH", ""))
-    vitra = place_vitra(run_dir.code, path)
+    vitra = place_vitra(run_dir.code, path, always=container_of(loaded.spec) is not None)
     imports = path if vitra is None else [str(vitra), *path]
     found = probe(loaded.spec, environ=importing(around, imports))
     check_samples(planned, found["n_samples"])

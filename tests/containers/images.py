@@ -1,0 +1,160 @@
+"""Images without a registry, and the commands that build and run them on a machine like CI's.
+
+`python -m tests.containers.images DIRECTORY` makes everything the tests here need in a directory of
+its own, so that it can go on beside other things; `Images.remove` leaves nothing behind. As root,
+on Debian 12, with the packages of `PACKAGES`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PACKAGES = (
+    *("buildah", "podman", "runc", "mmdebstrap", "uidmap", "netavark", "aardvark-dns"),
+    *("charliecloud", "podman-compose"),
+)
+CHECKOUT = Path(__file__).parents[2]
+BASE = "docker.io/library/python:3.11-slim-bookworm"
+TRAINER = "localhost/vitra:cpu"
+#: An image is built within minutes; one that takes longer waits for a network that is not there.
+BUILD_WITHIN_S = 900.0
+
+# The runtime and the control groups of a machine that is itself a container; and no more open files
+# and processes than such a machine may hand on.
+_CONTAINERS_CONF = """\
+[containers]
+default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
+_STORAGE_CONF = """\
+[storage]
+driver = "overlay"
+graphroot = "{directory}/graph"
+runroot = "{directory}/run"
+"""
+#: What of pip's settings says where packages come from, and how they are reached.
+_PIP_SETTINGS = ("cert", "find-links", "index-url", "extra-index-url", "constraint", "timeout")
+
+
+class Images:
+    """Images and containers that lie in one directory, and nowhere else."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """For podman, buildah and what calls them."""
+        return {
+            **os.environ,
+            "CONTAINERS_CONF": str(self.directory / "containers.conf"),
+            "CONTAINERS_STORAGE_CONF": str(self.directory / "storage.conf"),
+            "TMPDIR": str(self.directory / "tmp"),
+            # Charliecloud asks for it.
+            "USER": os.environ.get("USER", "root"),
+        }
+
+    def prepare(self) -> None:
+        """Make the directory, the stand-in for the official base image, and the trainer's image."""
+        (self.directory / "tmp").mkdir(parents=True, exist_ok=True)
+        (self.directory / "containers.conf").write_text(_CONTAINERS_CONF)
+        (self.directory / "storage.conf").write_text(_STORAGE_CONF.format(directory=self.directory))
+        if not self.has(BASE):
+            self.run(["bash", str(Path(__file__).with_name("base.sh")), BASE])
+        self.build(CHECKOUT / "docker" / "Dockerfile", TRAINER, "--build-arg", "CPU_INDEX=")
+
+    def build(self, dockerfile: Path, tag: str, *options: str) -> None:
+        """Build an image from the checkout, with what this machine's pip is told, as it is told."""
+        settings = pip_settings()
+        file = self.directory / "pip.conf"
+        lines = [f"{name} = {' '.join(words)}" for name, words in settings.items()]
+        file.write_text("\n".join(["[global]", *lines, ""]))
+        places = {path for words in settings.values() for path in map(_place, words) if path}
+        volumes = [f"--volume={path}:{path}:ro" for path in sorted(places)]
+        self.run(
+            [
+                *("buildah", "bud", "--pull-never", "--isolation=chroot", "--layers"),
+                *("--format=docker", f"--file={dockerfile}", f"--tag={tag}"),
+                f"--volume={file}:/etc/pip.conf:ro",
+                *(*volumes, *options, str(CHECKOUT)),
+            ],
+            within_s=BUILD_WITHIN_S,
+        )
+
+    def has(self, image: str) -> bool:
+        return self.run(["podman", "image", "exists", image], code=None).returncode == 0
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        code: int | None = 0,
+        within_s: float = 300.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to the end; fails unless it exits with `code` (None: any) in time."""
+        done = subprocess.run(
+            argv,
+            env={**self.environ, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            check=False,
+        )
+        assert code is None or done.returncode == code, (
+            f"{' '.join(argv)}: exit code {done.returncode}\n"
+            f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        )
+        return done
+
+    def remove(self) -> None:
+        """Remove the directory with all that was ever in it."""
+        self.run(["podman", "system", "reset", "--force"], code=None)
+        shutil.rmtree(self.directory)
+
+
+def pip_settings() -> dict[str, list[str]]:
+    """Where this machine's pip gets packages from: each setting's words, by its name."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    found: dict[str, list[str]] = {}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        name = key.rpartition(".")[2]
+        if name in _PIP_SETTINGS:
+            # A variable counts for more than a file, and comes first.
+            found.setdefault(name, value.strip("'\"").replace("\\n", " ").split())
+    return found
+
+
+def _place(word: str) -> str | None:
+    """The file or directory that a word of a setting names, with all that belongs to it."""
+    path = word.removeprefix("file://")
+    if not path.startswith("/") or not Path(path).exists():
+        return None
+    # A package index refers to its files beside it.
+    return path.removesuffix("/simple")
+
+
+def main() -> int:
+    (directory,) = sys.argv[1:]
+    Images(Path(directory)).prepare()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
