@@ -7,6 +7,7 @@ on Debian 12, with the packages of `PACKAGES`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -71,6 +72,18 @@ class Images:
             self.run(["bash", str(Path(__file__).with_name("base.sh")), BASE])
         self.build(CHECKOUT / "docker" / "Dockerfile", TRAINER, "--build-arg", "CPU_INDEX=")
 
+    def outcome(self) -> str | None:
+        """What `prepare` in another process came to: "" is success; None while it goes on."""
+        file = self.directory / "outcome"
+        return file.read_text() if file.exists() else None
+
+    def conclude(self, fault: str) -> None:
+        """Say so to those who wait."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        scratch = self.directory / "outcome.new"
+        scratch.write_text(fault)
+        scratch.rename(self.directory / "outcome")
+
     def build(self, dockerfile: Path, tag: str, *options: str) -> None:
         """Build an image from the checkout, with what this machine's pip is told, as it is told."""
         settings = pip_settings()
@@ -88,6 +101,19 @@ class Images:
             ],
             within_s=BUILD_WITHIN_S,
         )
+
+    def unpack(self, image: str, directory: Path) -> None:
+        """An image as Charliecloud wants it, as ch-convert makes it, which takes minutes."""
+        directory.mkdir()
+        container = self.run(["podman", "create", image]).stdout.strip()
+        archive = self.directory / "image.tar"
+        self.run(["podman", "export", f"--output={archive}", container])
+        self.run(["podman", "rm", container])
+        self.run(["tar", "-xf", str(archive), "-C", str(directory)])
+        archive.unlink()
+        (config,) = json.loads(self.run(["podman", "image", "inspect", image]).stdout)
+        (directory / "ch").mkdir()
+        (directory / "ch" / "environment").write_text("\n".join([*config["Config"]["Env"], ""]))
 
     def has(self, image: str) -> bool:
         return self.run(["podman", "image", "exists", image], code=None).returncode == 0
@@ -152,8 +178,16 @@ def _place(word: str) -> str | None:
 
 def main() -> int:
     (directory,) = sys.argv[1:]
-    Images(Path(directory)).prepare()
-    return 0
+    images = Images(Path(directory))
+    fault = "it was ended"
+    try:
+        images.prepare()
+        fault = ""
+    except (AssertionError, OSError, subprocess.SubprocessError) as err:
+        fault = str(err) or type(err).__name__
+    finally:
+        images.conclude(fault)
+    return 1 if fault else 0
 
 
 if __name__ == "__main__":
