@@ -10,6 +10,7 @@ mmdebstrap --quiet --mode=root --variant=minbase \
   --include=ca-certificates,python3,python3-pip,python3-venv \
   --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
   --customize-hook='rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED' \
+  --customize-hook='printf "#!/bin/sh\nexit 101\n" >"$1"/usr/sbin/policy-rc.d && chmod 755 "$1"/usr/sbin/policy-rc.d' \
   --customize-hook='ln -s /usr/bin/python3 "$1"/usr/local/bin/python' \
   bookworm "$root/base.tar"
 podman import --quiet \

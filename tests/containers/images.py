@@ -22,6 +22,8 @@ PACKAGES = (
 CHECKOUT = Path(__file__).parents[2]
 BASE = "docker.io/library/python:3.11-slim-bookworm"
 TRAINER = "localhost/vitra:cpu"
+#: What compose.yaml calls the image of a host of its cluster.
+HOST = "localhost/vitra-cluster"
 #: An image is built within minutes; one that takes longer waits for a network that is not there.
 BUILD_WITHIN_S = 900.0
 
@@ -34,6 +36,8 @@ default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
+[network]
+network_config_dir = "{directory}/networks"
 """
 _STORAGE_CONF = """\
 [storage]
@@ -63,14 +67,37 @@ class Images:
             "USER": os.environ.get("USER", "root"),
         }
 
+    @property
+    def unpacked(self) -> Path:
+        """The trainer's image as Charliecloud wants it: a directory, for all nodes to see."""
+        return self.directory / "trainer"
+
     def prepare(self) -> None:
-        """Make the directory, the stand-in for the official base image, and the trainer's image."""
+        """Make everything; what is there already stays, built images are built again if need be."""
         (self.directory / "tmp").mkdir(parents=True, exist_ok=True)
-        (self.directory / "containers.conf").write_text(_CONTAINERS_CONF)
+        (self.directory / "containers.conf").write_text(
+            _CONTAINERS_CONF.format(directory=self.directory)
+        )
         (self.directory / "storage.conf").write_text(_STORAGE_CONF.format(directory=self.directory))
         if not self.has(BASE):
             self.run(["bash", str(Path(__file__).with_name("base.sh")), BASE])
-        self.build(CHECKOUT / "docker" / "Dockerfile", TRAINER, "--build-arg", "CPU_INDEX=")
+        self._build(TRAINER)
+        self._unpack()
+        self._build(HOST, "--target=cluster")
+
+    def _unpack(self) -> None:
+        """Do what ch-convert does, in seconds and not in minutes: without an archive in between."""
+        if self.unpacked.exists():
+            shutil.rmtree(self.unpacked)
+        self.unpacked.mkdir()
+        container = self.run(["podman", "create", TRAINER]).stdout.strip()
+        unpack = 'podman export "$1" | tar -x -C "$2"'
+        self.run(["bash", "-o", "pipefail", "-c", unpack, "-", container, str(self.unpacked)])
+        self.run(["podman", "rm", container])
+        (config,) = json.loads(self.run(["podman", "image", "inspect", TRAINER]).stdout)
+        (self.unpacked / "ch").mkdir()
+        environ = "".join(f"{variable}\n" for variable in config["Config"]["Env"])
+        (self.unpacked / "ch" / "environment").write_text(environ)
 
     def outcome(self) -> str | None:
         """What `prepare` in another process came to: "" is success; None while it goes on."""
@@ -84,8 +111,8 @@ class Images:
         scratch.write_text(fault)
         scratch.rename(self.directory / "outcome")
 
-    def build(self, dockerfile: Path, tag: str, *options: str) -> None:
-        """Build an image from the checkout, with what this machine's pip is told, as it is told."""
+    def _build(self, tag: str, *options: str) -> None:
+        """Build the checkout's Dockerfile, with what this machine's pip is told, as it is told."""
         settings = pip_settings()
         file = self.directory / "pip.conf"
         lines = [f"{name} = {' '.join(words)}" for name, words in settings.items()]
@@ -95,25 +122,12 @@ class Images:
         self.run(
             [
                 *("buildah", "bud", "--pull-never", "--isolation=chroot", "--layers"),
-                *("--format=docker", f"--file={dockerfile}", f"--tag={tag}"),
-                f"--volume={file}:/etc/pip.conf:ro",
+                *("--format=docker", f"--file={CHECKOUT / 'docker' / 'Dockerfile'}"),
+                *(f"--tag={tag}", "--build-arg=CPU_INDEX=", f"--volume={file}:/etc/pip.conf:ro"),
                 *(*volumes, *options, str(CHECKOUT)),
             ],
             within_s=BUILD_WITHIN_S,
         )
-
-    def unpack(self, image: str, directory: Path) -> None:
-        """An image as Charliecloud wants it, as ch-convert makes it, which takes minutes."""
-        directory.mkdir()
-        container = self.run(["podman", "create", image]).stdout.strip()
-        archive = self.directory / "image.tar"
-        self.run(["podman", "export", f"--output={archive}", container])
-        self.run(["podman", "rm", container])
-        self.run(["tar", "-xf", str(archive), "-C", str(directory)])
-        archive.unlink()
-        (config,) = json.loads(self.run(["podman", "image", "inspect", image]).stdout)
-        (directory / "ch").mkdir()
-        (directory / "ch" / "environment").write_text("\n".join([*config["Config"]["Env"], ""]))
 
     def has(self, image: str) -> bool:
         return self.run(["podman", "image", "exists", image], code=None).returncode == 0
