@@ -1,19 +1,22 @@
 """Images without a registry, and the commands that build and run them on a machine like CI's.
 
 `python -m tests.containers.images DIRECTORY` makes everything the tests here need in a directory of
-its own, so that it can go on beside other things; `Images.remove` leaves nothing behind. As root,
-on Debian 12, with the packages of `PACKAGES`.
+its own, so that it can go on beside other things, and then holds it until it is ended: nothing is
+left behind then. As root, on Debian 12.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 PACKAGES = (
     *("buildah", "podman", "runc", "mmdebstrap", "uidmap", "netavark", "aardvark-dns"),
@@ -26,6 +29,10 @@ TRAINER = "localhost/vitra:cpu"
 HOST = "localhost/vitra-cluster"
 #: An image is built within minutes; one that takes longer waits for a network that is not there.
 BUILD_WITHIN_S = 900.0
+#: A test that waits for the images first.
+TEST_WITHIN_S = BUILD_WITHIN_S + 300.0
+
+_PACKAGES_LOCK = Path("/run/lock/vitra-cluster-packages")
 
 # The runtime and the control groups of a machine that is itself a container; and no more open files
 # and processes than such a machine may hand on.
@@ -79,6 +86,7 @@ class Images:
             _CONTAINERS_CONF.format(directory=self.directory)
         )
         (self.directory / "storage.conf").write_text(_STORAGE_CONF.format(directory=self.directory))
+        self._install_missing()
         if not self.has(BASE):
             self.run(["bash", str(Path(__file__).with_name("base.sh")), BASE])
         self._build(TRAINER)
@@ -110,6 +118,23 @@ class Images:
         scratch = self.directory / "outcome.new"
         scratch.write_text(fault)
         scratch.rename(self.directory / "outcome")
+
+    def _install_missing(self) -> None:
+        query = ["dpkg-query", "-W", "-f=${db:Status-Status}"]
+        with _PACKAGES_LOCK.open("w") as lock:
+            # A test cluster that starts meanwhile installs packages as well, under the same lock.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            missing = [
+                package
+                for package in PACKAGES
+                if self.run([*query, package], code=None).stdout != "installed"
+            ]
+            if missing:
+                apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=600"]
+                quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+                self.run([*apt, "update"], environ=quiet)
+                install = [*apt, "-y", "--no-install-recommends", "install", *missing]
+                self.run(install, environ=quiet, within_s=600)
 
     def _build(self, tag: str, *options: str) -> None:
         """Build the checkout's Dockerfile, with what this machine's pip is told, as it is told."""
@@ -158,7 +183,13 @@ class Images:
 
     def remove(self) -> None:
         """Remove the directory with all that was ever in it."""
+        self.run(["podman", "rm", "--all", "--force", "--time=2"], code=None)
         self.run(["podman", "system", "reset", "--force"], code=None)
+        # Whatever a build that was broken off has mounted there is not to be removed with it.
+        for mount in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+            place = mount.split()[1]
+            if Path(place).is_relative_to(self.directory):
+                self.run(["umount", "--lazy", place])
         shutil.rmtree(self.directory)
 
 
@@ -190,19 +221,24 @@ def _place(word: str) -> str | None:
     return path.removesuffix("/simple")
 
 
-def main() -> int:
+def main() -> NoReturn:
     (directory,) = sys.argv[1:]
     images = Images(Path(directory))
-    fault = "it was ended"
+    # Whoever has started this ends it, early or late.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        images.prepare()
-        fault = ""
-    except (AssertionError, OSError, subprocess.SubprocessError) as err:
-        fault = str(err) or type(err).__name__
+        try:
+            images.prepare()
+        except (AssertionError, OSError, subprocess.SubprocessError) as err:
+            images.conclude(str(err) or type(err).__name__)
+        else:
+            images.conclude("")
+        while True:
+            signal.pause()
     finally:
-        images.conclude(fault)
-    return 1 if fault else 0
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        images.remove()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

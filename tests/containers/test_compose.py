@@ -25,7 +25,7 @@ def composed(images: Images) -> Iterator[Images]:
         wait_until(lambda: images.run(idle, code=None).stdout.strip() == "2", "idle nodes")
         yield images
     finally:
-        images.run([*COMPOSE, "down", "--volumes"], code=None)
+        images.run([*COMPOSE, "down", "--volumes", "-t", "2"], code=None)
 
 
 def test_a_run_on_the_laptop_s_cluster(composed: Images, tmp_path: Path) -> None:
