@@ -119,12 +119,15 @@ def submit(
     """Check a spec, plan it exactly, and submit it to Slurm."""
     from datetime import datetime
 
+    from launcher.container import refuse_container_here
     from launcher.lock import RunLock
     from launcher.slurm import Slurm
     from launcher.submission import submit_slurm
     from launcher.submit import draft, script, submit_local
 
     drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
+    if local:
+        refuse_container_here(drafted.plan.spec)
     if dry_run:
         _show_dry_run(drafted.plan, None if local else script(drafted), as_json=json_)
         return

@@ -99,6 +99,8 @@ def judge(
     def blame(verdict: Verdict, reason: str, error: str | None = None) -> Finding:
         return Finding(verdict, reason, codes[rank], rank, end.node, error)
 
+    if end.is_lost and end.not_started is not None:
+        return blame(Verdict.ERROR, f"{where} was not started: {end.not_started}")
     if end.is_lost:
         return blame(
             Verdict.ERROR, f"{where} was killed together with the task that watched over it"

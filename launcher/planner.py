@@ -162,6 +162,11 @@ def public_view(plan: Plan) -> dict[str, object]:
         "time_limit_min": plan.time_limit_min,
         "threads_per_rank": plan.threads_per_rank,
         "checkpoint_uri": plan.checkpoint_uri,
+        "container": (
+            None
+            if (container := plan.spec.resources.container) is None
+            else container.model_dump(mode="json")
+        ),
         "elastic": [shape.model_dump(include=shape_fields) for shape in plan.elastic] or None,
         "unusable_nodes": list(plan.unusable_nodes),
         "notes": list(plan.notes),

@@ -102,6 +102,14 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "resources.setup": "Shell lines run on the batch node before the job.",
         "resources.env": "Variables for every process. NAME: null passes your shell's value "
         "through, unrecorded.",
+        "resources.container": "An image that every process runs in, on Slurm; null: none.",
+        "resources.container.runtime": "What runs containers on this cluster. none: nothing does, "
+        "whatever the rest says.",
+        "resources.container.image": "pyxis: registry#name:tag, or a squash file. apptainer: a "
+        "file, or a URL such as docker://name:tag. charliecloud: a directory.",
+        "resources.container.mounts": "What else of the host the processes see, as SRC:DST or "
+        "SRC:DST:ro. The run root, the checkpoint place, the working directory and the data are "
+        "there by themselves.",
         "retry": "When the run starts again by itself, and when it gives up.",
         "retry.restart_on": "What the run starts again after.",
         "retry.max_error_restarts": "Restarts after the program's own error, where restart_on has "

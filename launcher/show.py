@@ -32,6 +32,9 @@ def plan_lines(plan: Plan) -> list[str]:
         f"time limit    {clock_time(plan.time_limit_min * 60)}",
         f"checkpoints   every {spec.checkpoint.save_interval} steps in {plan.checkpoint_uri}",
     ]
+    if (container := plan.spec.resources.container) is not None:
+        lines.append(f"container     {container.image} ({container.runtime})")
+        lines += [f"  mount {mount}" for mount in container.mounts]
     lines += [
         f"  on {shape.nodes} nodes  {shape.per_device_batch_size} x {shape.world_size} x "
         f"{shape.grad_accumulation_steps} = {plan.global_batch_size}"

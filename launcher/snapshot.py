@@ -110,11 +110,12 @@ def user_path(spec: RunSpec, cwd: Path, python_path: str) -> list[str]:
     return list(dict.fromkeys(path))
 
 
-def place_vitra(code: Path, path: Sequence[str]) -> Path | None:
+def place_vitra(code: Path, path: Sequence[str], *, always: bool = False) -> Path | None:
     """Put launcher and trainer into a run's new code directory, and return where; None: not needed.
 
     From a checkout they are copied. Where they are installed they stay, unless a directory of the
     user's `path` has a package of the same name: then links make sure that ours are found first.
+    `always`: it is copied, for ranks that do not have what is installed here.
 
     Raises:
         UsageError: Python cannot be told to import from there.
@@ -125,7 +126,7 @@ def place_vitra(code: Path, path: Sequence[str]) -> Path | None:
 
     places = {p.__name__: Path(p.__path__[0]).resolve() for p in (launcher, trainer)}
     target = code / _VITRA
-    if any(not is_installed(place) for place in places.values()):
+    if always or any(not is_installed(place) for place in places.values()):
         selection = _Selection(code)
         for name, place in places.items():
             selection.add_directory(place, f"{_VITRA}/{name}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from launcher.container import check_container, refuse_container_here
 from launcher.feasible import check_feasible, measured_save_s
 from launcher.jobs import effective
 from launcher.lock import RunLock
@@ -86,6 +87,7 @@ def resume_slurm(
         )
         if resumption is None:
             return None
+        check_container(resumption.plan, Path(record.working_dir))
         check_feasible(
             build_request(resumption.plan, python=sys.executable),
             slurm,
@@ -122,6 +124,7 @@ def resume_local(
         run_dir, stands, overrides, allow_change=allow_change, environ=environ, say=say
     )
     if resumption is not None:
+        refuse_container_here(resumption.plan.spec)
         write_resume(run_dir, resumption, scheduler="local")
     return resumption
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.ask import ask_trainer
+from launcher.container import check_container, container_of
 from launcher.environment import component_environment, importing
 from launcher.load import LoadedSpec, dump_overrides, load_spec
 from launcher.planner import check_samples, plan
@@ -63,12 +64,16 @@ def draft(
     """Load and plan; touches nothing.
 
     Raises:
-        SpecError, PlanError: the spec is refused. UsageError: there is no such profile.
+        SpecError, PlanError: the spec is refused.
+        UsageError: there is no such profile, or the container that it asks for cannot be given what
+            the ranks need.
     """
     profiles = [] if profile is None else find_profiles(profile, environ)
     loaded = load_spec(spec_path, overrides, environ=environ, profiles=profiles)
     root = choose_run_root(run_root, loaded.spec.run_root, environ)
-    return Draft(loaded, _plan_in(loaded, root, f"{loaded.spec.name}-{DRY_RUN_SUFFIX}"), root)
+    planned = _plan_in(loaded, root, f"{loaded.spec.name}-{DRY_RUN_SUFFIX}")
+    check_container(planned, absolute("."))
+    return Draft(loaded, planned, root)
 
 
 def script(draft_: Draft) -> str:
@@ -184,7 +189,7 @@ def fill(
     say("checking data and model")
     around = component_environment(environ, loaded.spec)
     path = user_path(loaded.spec, absolute("."), around.get("PYTHONPATH", ""))
-    vitra = place_vitra(run_dir.code, path)
+    vitra = place_vitra(run_dir.code, path, always=container_of(loaded.spec) is not None)
     imports = path if vitra is None else [str(vitra), *path]
     found = probe(loaded.spec, environ=importing(around, imports))
     check_samples(planned, found["n_samples"])

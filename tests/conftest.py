@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.containers.fixtures import images
 from tests.s3.fixtures import s3, s3_place, s3_server, s3_uri
 
-__all__ = ["s3", "s3_place", "s3_server", "s3_uri"]  # fixtures of all tests
+__all__ = ["images", "s3", "s3_place", "s3_server", "s3_uri"]  # fixtures of all tests
 
 #: Far more than any command takes on a busy machine: one that hangs fails its test.
 PATIENCE_S = 150.0

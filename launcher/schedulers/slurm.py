@@ -15,12 +15,20 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from launcher import shell
+from launcher.container import (
+    Command,
+    all_mounts,
+    container_command,
+    container_of,
+    make_mount_points,
+)
 from launcher.environment import rank_environment, with_own_code
 from launcher.request import gpu_options
 from launcher.schedulers.ports import free_port
 from launcher.slurm import Slurm
 from launcher.slurm_env import BatchJob
 from trainer.spec.errors import SchedulerError, SchedulerUnavailable
+from trainer.spec.fields import one_line
 from trainer.spec.outcome import RankExit
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import AttemptDir, RunDir
@@ -33,6 +41,8 @@ _INSIST_S = 60.0
 _AGAIN_S = 2.0
 #: How long the record of a rank that has ended may take to be seen through a shared file system.
 _SEEN_WITHIN_S = 3.0
+#: Characters of what was said of a task that did not start.
+_SHOWN = 300
 _EXIT_FILE = re.compile(r"rank_(\d+)\.exit")
 
 
@@ -61,7 +71,12 @@ class SlurmLauncher:
     def start(
         self, run_dir: RunDir, plan: Plan, attempt: int, more: Mapping[str, str]
     ) -> SlurmRanks:
-        """Raises SchedulerUnavailable: the job has fewer nodes than planned, or no srun."""
+        """Start every rank's task, in the run's container if it has one.
+
+        Raises:
+            SchedulerUnavailable: the job has fewer nodes than planned, or no srun.
+            UsageError: the container cannot be given what the ranks need.
+        """
         hosts = self._hosts()
         if len(hosts) < plan.nodes:
             raise SchedulerUnavailable(f"the job has {len(hosts)} nodes, the plan {plan.nodes}")
@@ -80,16 +95,22 @@ class SlurmLauncher:
         )
         working_dir = self._working_dir if self._working_dir.is_dir() else run_dir.path
         files = run_dir.attempt(attempt)
+        command = _task_command(plan, run_dir, working_dir, env)
         process = shell.start(
-            self._command(run_dir, plan, hosts, working_dir),
+            self._command(run_dir, plan, hosts, working_dir, command),
             log=files.logs / "srun.log",
-            env=env,
+            env=command.environ,
             cwd=run_dir.path,
         )
         return SlurmRanks(self._slurm, self._job, process, files, plan, hosts)
 
     def _command(
-        self, run_dir: RunDir, plan: Plan, hosts: Sequence[str], working_dir: Path
+        self,
+        run_dir: RunDir,
+        plan: Plan,
+        hosts: Sequence[str],
+        working_dir: Path,
+        command: Command,
     ) -> list[str]:
         resources = plan.spec.resources
         return [
@@ -109,11 +130,24 @@ class SlurmLauncher:
             "--mpi=none",
             "--input=none",
             f"--chdir={working_dir}",
-            *(sys.executable, "-P", "-m", "launcher.task", str(run_dir.path)),
+            *command.options,
+            *(*command.words, "-P", "-m", "launcher.task", str(run_dir.path)),
         ]
 
     def _hosts(self) -> list[str]:
         return self._slurm.host_names(self._job.nodes)
+
+
+def _task_command(
+    plan: Plan, run_dir: RunDir, working_dir: Path, env: Mapping[str, str]
+) -> Command:
+    """Which Python runs the tasks, and in what."""
+    container = container_of(plan.spec)
+    if container is None:
+        return Command((), (sys.executable,), env)
+    mounts = all_mounts(container, plan, working_dir)
+    make_mount_points(container, mounts)
+    return container_command(container, plan, run_dir, working_dir, mounts, env)
 
 
 class SlurmRanks:
@@ -219,6 +253,7 @@ class SlurmRanks:
             self._ended[end.rank] = end
 
     def _count_lost(self) -> None:
+        last_words = self._last_words()
         for rank in range(self._plan.world_size):
             if rank not in self._ended:
                 self._ended[rank] = RankExit(
@@ -227,4 +262,15 @@ class SlurmRanks:
                     signal=signal.SIGKILL,
                     ended_at=time.time(),
                     is_lost=True,
+                    not_started=None if self._files.log(rank).exists() else last_words,
                 )
+
+    def _last_words(self) -> str | None:
+        """What Slurm, or what it was to start the tasks with, said last; srun only counts ends."""
+        try:
+            text = (self._files.logs / "srun.log").read_text(errors="replace")
+        except OSError:
+            return None
+        lines = [line for line in text.splitlines() if line.strip()]
+        telling = [line for line in lines if not line.startswith("srun: ")] or lines
+        return one_line(telling[-1].strip())[:_SHOWN] if telling else None

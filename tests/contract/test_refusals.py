@@ -82,6 +82,16 @@ def test_planned_but_not_run(vitra: Vitra, changes: dict[str, object], why: str)
     assert vitra("submit", "spec.yaml", "--dry-run", "--json").json["sbatch_script"]
 
 
+def test_containers_without_slurm(vitra: Vitra) -> None:
+    vitra.spec(resources__container={"runtime": "pyxis", "image": "team#vitra:1"})
+    line = _refused(vitra, "spec.yaml", "--local", code=2, named="resources.container: --local")
+    assert "-o resources.container.runtime=none" in line
+    _refused(vitra, "spec.yaml", "--local", "--dry-run", code=2, named="--local starts no")
+    assert vitra("plan", "spec.yaml", "--json").json["container"]["image"] == "team#vitra:1"
+    off = "resources.container.runtime=none"
+    vitra("submit", "spec.yaml", "--local", "--dry-run", "-o", off)
+
+
 def test_run_root_that_is_a_file(vitra: Vitra) -> None:
     vitra.spec()
     (vitra.directory / "file").write_text("")

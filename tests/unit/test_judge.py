@@ -27,6 +27,7 @@ class End:
     step: int | None = 7
     said: str = "what it said"
     lost: bool = False
+    not_started: str | None = None
 
 
 def judged(
@@ -46,6 +47,7 @@ def judged(
             signal=-end.code if killed else None,
             ended_at=end.at,
             is_lost=end.lost,
+            not_started=end.not_started,
         )
         if not killed:
             reports[rank] = RankReport(
@@ -242,6 +244,13 @@ def test_a_rank_that_left_no_word() -> None:
     lost = judged(End(1, error=LOST_PEER, said=said), End(KILLED, at=2.0, lost=True))
     assert (lost.verdict, lost.failed_rank, lost.exit_code) == ("error", 1, 128 + 9)
     assert lost.reason == "rank 1 on node1 was killed together with the task that watched over it"
+
+
+def test_ranks_that_did_not_start() -> None:
+    end = End(KILLED, lost=True, not_started="no such image: /images/a")
+    found = judged(end, end)
+    assert (found.verdict, found.failed_rank, found.exit_code) == ("error", 0, 128 + 9)
+    assert found.reason == "rank 0 on node0 was not started: no such image: /images/a"
 
 
 def test_a_rank_that_was_done_but_failed_is_to_blame() -> None:

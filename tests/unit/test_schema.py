@@ -35,8 +35,9 @@ CONTRACT = {
     "checkpoint": "uri save_interval keep_last keep_every async_save init_from storage_options",
     "resources": "nodes gpus_per_node tasks_per_node cpus_per_task mem_gb time partition account "
     "qos constraint exclude nodelist reservation gpu_request signal_lead_s additional_parameters "
-    "setup env",
+    "setup env container",
     "resources.nodes": "min max",
+    "resources.container": "runtime image mounts",
     "retry": "restart_on max_error_restarts max_no_progress hang_timeout_s",
     "tracking": "wandb log_interval sample_ids",
     "tracking.wandb": "project entity mode tags",
@@ -184,6 +185,7 @@ SOUND = {
     "resources.time": 90,
     "resources.env": {"A": "x", "B": 1, "C": None},
     "resources.additional_parameters": {"nice": 5, "hold": True, "mail-user": "x"},
+    "resources.container": {"runtime": "pyxis", "image": "r#i:1", "mounts": ["/a:/b:ro"]},
     "model.kind": "pkg.module:factory",
     "data.options": {"samples": 9},
     "tracking.wandb": {"project": "p", "tags": ["a"]},
@@ -211,6 +213,7 @@ UNSOUND = {
     "resources.nodes": {"min": 1},
     "resources.env": {"A": [1]},
     "resources.additional_parameters": {"hold": False},
+    "resources.container": {"runtime": "docker", "image": "i"},
     "model.kind": "no-such-model",
     "model.options": {"dims": 3},
     "data.options": {"samples": 0},

@@ -113,6 +113,17 @@ def test_each_rank_is_known_by_its_record_and_lost_without_one(step: Step) -> No
     assert step.srun.poll() is not None
 
 
+def test_what_was_said_of_tasks_that_did_not_start(step: Step) -> None:
+    step.files.log(1).touch()
+    (step.files.logs / "srun.log").write_text(
+        "ch-run[7]: error: can't find image: /images/a\nsrun: error: node1: task 0: Exited\n\n"
+    )
+    step.ranks.kill()
+    ends = step.ranks.poll()
+    assert ends[0].not_started == "ch-run[7]: error: can't find image: /images/a"
+    assert (ends[1].is_lost, ends[1].not_started) == (True, None)
+
+
 def test_the_next_life_s_step_is_not_touched(step: Step) -> None:
     step.fake.play("scontrol", {"out": JOB.format(restarts=1)})
     step.ranks.ask_for_stacks()

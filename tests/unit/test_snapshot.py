@@ -241,10 +241,12 @@ def test_installed_vitra_is_left_alone(tmp_path: Path) -> None:
     (own / "trainer").mkdir(parents=True)
     place = (
         "import sys; from pathlib import Path; from launcher.snapshot import place_vitra\n"
-        "print(place_vitra(Path(sys.argv[1]), sys.argv[2:]))"
+        "always = sys.argv[2:] == ['always']\n"
+        "path = [] if always else sys.argv[2:]\n"
+        "print(place_vitra(Path(sys.argv[1]), path, always=always))"
     )
 
-    def placed(*path: Path) -> str:
+    def placed(*path: Path | str) -> str:
         words = [sys.executable, "-P", "-c", place, tmp_path / "code", *path]
         environ = importing(os.environ, [str(site)])
         return subprocess.run(
@@ -255,7 +257,12 @@ def test_installed_vitra_is_left_alone(tmp_path: Path) -> None:
     assert placed(own) == "None", "a directory without code replaces nothing"
     (own / "trainer" / "__init__.py").write_text("")
     assert placed(own) == str(tmp_path / "code" / "vitra")
-    assert (tmp_path / "code" / "vitra" / "trainer").resolve() == site / "trainer"
+    copy = tmp_path / "code" / "vitra" / "trainer"
+    assert copy.resolve() == site / "trainer"
+    shutil.rmtree(tmp_path / "code")
+    assert placed("always") == str(tmp_path / "code" / "vitra")
+    assert not copy.is_symlink()
+    assert (copy / "spec" / "plan.py").is_file()
 
 
 def test_built_in_components_need_nothing_of_the_user_s(imports: Imports, tmp_path: Path) -> None:

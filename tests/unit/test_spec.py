@@ -94,7 +94,7 @@ def test_defaults_are_those_of_the_contract() -> None:
                   mem_gb: null, time: "24:00:00", partition: null, account: null, qos: null,
                   constraint: null, exclude: null, nodelist: null, reservation: null,
                   gpu_request: gpus-per-node, signal_lead_s: 120, additional_parameters: {},
-                  setup: [], env: {}}
+                  setup: [], env: {}, container: null}
       retry: {restart_on: [preemption, time_limit, node_failure, hang], max_error_restarts: 0,
               max_no_progress: 3, hang_timeout_s: 1800}
       tracking: {wandb: null, log_interval: 1, sample_ids: false}
@@ -699,7 +699,8 @@ MODEL_PLACES = [*(place for place, _ in PLACES), ("model", "options"), ("data", 
 def test_the_walk_finds_every_level() -> None:
     assert ("resources", "nodes") in MODEL_PLACES
     assert ("tracking", "wandb") in MODEL_PLACES
-    assert len(MODEL_PLACES) == 12
+    assert ("resources", "container") in MODEL_PLACES
+    assert len(MODEL_PLACES) == 13
 
 
 @pytest.mark.parametrize("place", MODEL_PLACES, ids=".".join)
@@ -707,7 +708,8 @@ def test_the_walk_finds_every_level() -> None:
 def test_an_unknown_key_is_refused_at_every_level(
     place: tuple[str, ...], kinds: tuple[str, str]
 ) -> None:
-    data = spec_with("resources", {"nodes": {"min": 1, "max": 2}})
+    container = {"runtime": "none", "image": "i"}
+    data = spec_with("resources", {"nodes": {"min": 1, "max": 2}, "container": container})
     data["tracking"] = {"wandb": {}}
     data["model"]["kind"], data["data"]["kind"] = kinds
     inner = data

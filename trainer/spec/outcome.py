@@ -59,7 +59,7 @@ class RankExit(BaseModel):
 
     Exactly one of `exit_code` and `signal` is set. `ended_at` is UTC seconds since the epoch.
     `out_of_memory`: the kernel killed it for lack of memory. `is_lost`: the task left no word, and
-    all this is inferred.
+    all this is inferred; `not_started`: what was said then, where even the task never began.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +71,7 @@ class RankExit(BaseModel):
     ended_at: float
     out_of_memory: bool = False
     is_lost: bool = False
+    not_started: str | None = None
 
 
 class Outcome(BaseModel):

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from trainer.spec.container import ContainerSpec
 from trainer.spec.fields import (
     LARGEST_COUNT,
     SECRET,
@@ -415,6 +416,7 @@ class ResourcesSpec(SpecModel):
     env: Annotated[dict[str, str | None], BeforeValidator(_check_env), Mapped] = Field(
         default_factory=dict[str, str | None]
     )
+    container: Annotated[ContainerSpec, Mapped] | None = None
 
     @field_validator("tasks_per_node")
     @classmethod
