@@ -37,11 +37,12 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -P -m launcher.task RUN_DIR\n")
         return 2
     _die_with_parent()
+    # Before there is a log, from which a supervisor concludes that signals are heard here.
+    forward = _Forwarder()
     run_dir = arguments[0]
     if is_step_task(os.environ):
         os.environ |= rank_variables(os.environ)
         _log_to_own_file(RunDir(Path(run_dir)))
-    forward = _Forwarder()
     kills = oom_kills()
     # The trainer inherits the mask and lifts it when it has its handlers: a stop that reaches it
     # earlier waits for that, where it would kill an interpreter that is just starting.

@@ -19,7 +19,10 @@ class RankGroup(Protocol):
         ...
 
     def ask_to_stop(self) -> None:
-        """Have every rank save and exit with 75."""
+        """Have every rank save and exit with 75.
+
+        One that has not begun yet is told when it has, as long as `poll` is called.
+        """
         ...
 
     def ask_for_stacks(self) -> None:

@@ -41,6 +41,8 @@ _INSIST_S = 60.0
 _AGAIN_S = 2.0
 #: How long the record of a rank that has ended may take to be seen through a shared file system.
 _SEEN_WITHIN_S = 3.0
+#: How often a stop is passed on while there are tasks that have not begun.
+_STOP_EVERY_S = 10.0
 #: Characters of what was said of a task that did not start.
 _SHOWN = 300
 _EXIT_FILE = re.compile(r"rank_(\d+)\.exit")
@@ -174,8 +176,11 @@ class SlurmRanks:
         self._hosts = hosts
         self._ended: dict[int, RankExit] = {}
         self._gone_at: float | None = None
+        #: When to pass a stop on to those that have begun, if the others do not begin before.
+        self._stop_due_at: float | None = None
 
     def poll(self) -> dict[int, RankExit]:
+        self._pass_on_stop()
         if self._gone_at is None and self._process.poll() is not None:
             self._gone_at = time.monotonic()
         self._read_exits()
@@ -186,8 +191,8 @@ class SlurmRanks:
         return dict(self._ended)
 
     def ask_to_stop(self) -> None:
-        # srun passes this one on. On TERM it would have the ranks killed.
-        self._signal_srun(signal.SIGUSR2)
+        self._stop_due_at = time.monotonic() + _STOP_EVERY_S
+        self._pass_on_stop()
 
     def ask_for_stacks(self) -> None:
         # srun would take this signal for itself.
@@ -214,6 +219,22 @@ class SlurmRanks:
         deadline = time.monotonic() + 2 * _SEEN_WITHIN_S
         while len(self.poll()) < self._plan.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _pass_on_stop(self) -> None:
+        """Pass a stop on, once every task hears it: srun forgets a signal that comes before.
+
+        A task that hears it again ignores that.
+        """
+        if self._stop_due_at is None:
+            return
+        if all(self._files.log(rank).exists() for rank in range(self._plan.world_size)):
+            self._stop_due_at = None
+        elif time.monotonic() < self._stop_due_at:
+            return
+        else:
+            self._stop_due_at += _STOP_EVERY_S
+        # srun passes this one on. On TERM it would have the ranks killed.
+        self._signal_srun(signal.SIGUSR2)
 
     def _signal_srun(self, number: int) -> None:
         # Not reaped yet, so the pid is still its own.

@@ -149,9 +149,28 @@ def test_and_not_for_ever(step: Step) -> None:
 
 
 def test_a_stop_is_passed_on_by_srun_never_term(step: Step) -> None:
+    for rank in range(2):
+        step.files.log(rank).touch()
     step.ranks.ask_to_stop()
     assert step.srun.wait(timeout=30) == -signal.SIGUSR2
     step.ranks.ask_to_stop()
+
+
+def test_a_stop_is_kept_until_every_task_hears_it(step: Step) -> None:
+    step.ranks.ask_to_stop()
+    step.files.log(1).touch()
+    step.ranks.poll()
+    assert step.srun.poll() is None
+    step.files.log(0).touch()
+    step.ranks.poll()
+    assert step.srun.wait(timeout=30) == -signal.SIGUSR2
+
+
+def test_and_does_not_wait_for_ever(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STOP_EVERY_S", 0.2)
+    step.ranks.ask_to_stop()
+    wait_until(lambda: step.ranks.poll() or step.srun.poll() is not None, "srun to be told")
+    assert step.srun.wait(timeout=30) == -signal.SIGUSR2
 
 
 def test_srun_is_told_everything_and_inherits_nothing(tmp_path: Path) -> None:
