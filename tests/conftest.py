@@ -39,6 +39,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+
+def pytest_collection_finish() -> None:
+    """Let torch compute on one thread here: those of two processes wait for each other spinning."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
 _TINY: dict[str, Any] = {
     "name": "tiny",
     "model": {
