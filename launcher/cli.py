@@ -468,7 +468,13 @@ def init(
     ] = "spec.yaml",
     template: Annotated[
         str,
-        typer.Option("--template", "-t", metavar="NAME", autocompletion=complete_template),
+        typer.Option(
+            "--template",
+            "-t",
+            metavar="NAME",
+            help="What to start from; --list says which there are.",
+            autocompletion=complete_template,
+        ),
     ] = "quickstart",
     list_: Annotated[bool, typer.Option("--list", help="Say which templates there are.")] = False,
     json_: Json = False,
