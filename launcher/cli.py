@@ -468,7 +468,13 @@ def init(
     ] = "spec.yaml",
     template: Annotated[
         str,
-        typer.Option("--template", "-t", metavar="NAME", autocompletion=complete_template),
+        typer.Option(
+            "--template",
+            "-t",
+            metavar="NAME",
+            help="What to start from; --list says which there are.",
+            autocompletion=complete_template,
+        ),
     ] = "quickstart",
     list_: Annotated[bool, typer.Option("--list", help="Say which templates there are.")] = False,
     json_: Json = False,
@@ -497,7 +503,11 @@ def init(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print every key as a document to read instead.")
+    ] = False,
+) -> None:
     """Print the JSON Schema of a spec, for editors.
 
     Write it to a file once: vitra schema > vitra.schema.json
@@ -506,6 +516,11 @@ def schema() -> None:
 
     Editors with the YAML language server complete, explain and check it as you type.
     """
+    if markdown:
+        from launcher.reference import spec_reference
+
+        _print_lines(spec_reference().splitlines())
+        return
     from launcher.schema import run_spec_schema
 
     _print_json(run_spec_schema())

@@ -46,7 +46,7 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "per_device_batch_size.",
         "train.learning_rate": "The peak of the schedule.",
         "train.weight_decay": "AdamW's; matrices decay, biases and norms do not.",
-        "train.betas": "AdamW's two betas.",
+        "train.betas": "AdamW's two decay rates.",
         "train.max_grad_norm": "Gradients are clipped to this norm. null: no clipping.",
         "train.lr_scheduler_type": "How the learning rate goes over the steps.",
         "train.warmup_ratio": "The share of all steps in which the learning rate rises to its "
@@ -58,7 +58,7 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "train.enable_gradient_checkpointing": "Recompute activations: less memory, more time.",
         "train.enable_mixed_precision_training": "Compute in mixed_precision_dtype; weights stay "
         "in float32.",
-        "train.mixed_precision_dtype": "bfloat16.",
+        "train.mixed_precision_dtype": "What mixed precision computes in.",
         "train.reduce_in_full_precision": "Add gradients up over ranks in float32.",
         "train.repeated_diffusion_steps": "Noises that the action head learns from for each look "
         "at a sample.",
@@ -66,8 +66,8 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "checkpoint": "Where checkpoints go, how often, and which are kept.",
         "checkpoint.uri": "A path, or a URL such as s3://bucket/prefix; {name} and {run_id} are "
         "filled in. Unset: in the run directory.",
-        "checkpoint.save_interval": "Optimizer steps between two checkpoints: the most that a kill "
-        "can lose.",
+        "checkpoint.save_interval": "Optimizer steps between two checkpoints. A kill loses the "
+        "steps since the last complete one.",
         "checkpoint.keep_last": "How many of the newest are kept, at least 2.",
         "checkpoint.keep_every": "Also keep each step that this divides.",
         "checkpoint.async_save": "Write in the background while training goes on.",
@@ -82,7 +82,7 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "resources.nodes.max": "The most nodes that can be used.",
         "resources.gpus_per_node": "A number, or type:number such as a100:4. 0: processes on the "
         "CPU.",
-        "resources.tasks_per_node": "Processes on each node. Unset: one for each GPU.",
+        "resources.tasks_per_node": "Processes on each node. Unset: one for each GPU, or 1.",
         "resources.cpus_per_task": "Processor cores for each process; a CPU run uses exactly as "
         "many threads.",
         "resources.mem_gb": "Memory of each node, in GB. 0: all of it.",
@@ -94,7 +94,8 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "resources.exclude": "Nodes to stay away from.",
         "resources.nodelist": "Nodes to be on.",
         "resources.reservation": "A reservation to run in.",
-        "resources.gpu_request": "How this cluster wants GPUs asked for.",
+        "resources.gpu_request": "How this cluster wants GPUs asked for: --gpus-per-node, "
+        "--gres, or not at all.",
         "resources.signal_lead_s": "Seconds before the time limit at which the run saves and "
         "leaves.",
         "resources.additional_parameters": "Other sbatch options by name; true for one without a "

@@ -73,14 +73,12 @@ STRATEGY_ALIASES = {
     "fsdp-full-shard": "fsdp-full",
     "full-shard": "fsdp-full",
 }
+SCHEDULE_ALIASES = {
+    "warmup_cosine": "linear-warmup+cosine-decay",
+    "warmup_constant": "linear-warmup+constant",
+}
 _STRATEGY = Choice(get_args(Strategy), STRATEGY_ALIASES)
-_SCHEDULE = Choice(
-    get_args(Schedule),
-    {
-        "warmup_cosine": "linear-warmup+cosine-decay",
-        "warmup_constant": "linear-warmup+constant",
-    },
-)
+_SCHEDULE = Choice(get_args(Schedule), SCHEDULE_ALIASES)
 
 #: Components that are announced, and not built yet.
 LATER_KINDS = {"model": ("vitra-paligemma",), "data": ("vitra-episodes", "mixture")}
