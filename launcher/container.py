@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from launcher.environment import rank_environment
+from launcher.snapshot import has_own_vitra
 from trainer.spec.container import SYSTEM_DIRECTORIES, ContainerSpec, Mount, mount_path_problem
 from trainer.spec.errors import UsageError
 from trainer.spec.plan import Plan
@@ -52,6 +53,17 @@ def check_container(plan: Plan, working_dir: Path) -> None:
     """Raises UsageError if what a run's ranks need cannot be had in its container."""
     if (container := container_of(plan.spec)) is not None:
         all_mounts(container, plan, working_dir)
+
+
+def check_resume_inside(plan: Plan, run_dir: RunDir, working_dir: Path) -> None:
+    """Raises UsageError if a run that there is already cannot go on in its plan's container."""
+    check_container(plan, working_dir)
+    if container_of(plan.spec) is not None and not has_own_vitra(run_dir.code):
+        raise UsageError(
+            "resources.container: the run has no copy of vitra for ranks in an image, since it was "
+            "submitted without one",
+            "submit a new run, with this run's last checkpoint as checkpoint.init_from",
+        )
 
 
 def all_mounts(container: ContainerSpec, plan: Plan, working_dir: Path) -> list[Mount]:

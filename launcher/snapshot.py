@@ -110,6 +110,14 @@ def user_path(spec: RunSpec, cwd: Path, python_path: str) -> list[str]:
     return list(dict.fromkeys(path))
 
 
+def has_own_vitra(code: Path) -> bool:
+    """Whether a run's code has a copy of vitra, and not just links to what is installed here."""
+    return all(
+        (place := code / _VITRA / name).is_dir() and not place.is_symlink()
+        for name in ("launcher", "trainer")
+    )
+
+
 def place_vitra(code: Path, path: Sequence[str], *, always: bool = False) -> Path | None:
     """Put launcher and trainer into a run's new code directory, and return where; None: not needed.
 

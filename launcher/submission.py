@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from launcher.container import check_container, refuse_container_here
+from launcher.container import check_resume_inside, refuse_container_here
 from launcher.feasible import check_feasible, measured_save_s
 from launcher.jobs import effective
 from launcher.lock import RunLock
@@ -87,7 +87,7 @@ def resume_slurm(
         )
         if resumption is None:
             return None
-        check_container(resumption.plan, Path(record.working_dir))
+        check_resume_inside(resumption.plan, run_dir, Path(record.working_dir))
         check_feasible(
             build_request(resumption.plan, python=sys.executable),
             slurm,

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from launcher.container import all_mounts, check_container, make_mount_points, refuse_container_here
+from launcher.container import (
+    all_mounts,
+    check_container,
+    check_resume_inside,
+    make_mount_points,
+    refuse_container_here,
+)
 from launcher.planner import plan, public_view
 from launcher.schedulers.slurm import SlurmLauncher
 from launcher.show import plan_lines
@@ -277,6 +283,21 @@ def test_what_cannot_be_seen(given: dict[str, Any], says: str) -> None:
     assert says in caught.value.message
     # Without a container, none of that matters.
     check_container(planned_of({**container, "runtime": "none"}, **given), working)
+
+
+def test_a_run_without_its_own_vitra_cannot_go_on_in_an_image(tmp_path: Path) -> None:
+    run_dir = RunDir(made(tmp_path / "a-1"))
+    planned = planned_of(PYXIS, run_dir=str(run_dir.path))
+    vitra = run_dir.code / "vitra"
+    (vitra / "launcher").mkdir(parents=True)
+    (vitra / "trainer").symlink_to(vitra / "launcher")
+    with pytest.raises(UsageError, match="no copy of vitra") as caught:
+        check_resume_inside(planned, run_dir, tmp_path)
+    assert "checkpoint.init_from" in (caught.value.hint or "")
+    check_resume_inside(planned_of(None, run_dir=str(run_dir.path)), run_dir, tmp_path)
+    (vitra / "trainer").unlink()
+    (vitra / "trainer").mkdir()
+    check_resume_inside(planned, run_dir, tmp_path)
 
 
 def test_charliecloud_s_mount_points(tmp_path: Path) -> None:
