@@ -20,7 +20,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -350,20 +350,21 @@ class S3Storage:
     ) -> bool:
         """Create a large object, in parts, several at a time; False if the name is taken by now.
 
-        Memory: `_PARALLEL` parts, and the next. If anything fails, the upload is aborted.
+        Memory: `_PARALLEL` parts, and the next two. If anything fails, the upload is aborted.
         """
         key = self._key(name)
         place = {"Bucket": self._bucket, "Key": key}
         upload = self._client.call("create_multipart_upload", Metadata={_TOKEN: token}, **place)[
             "UploadId"
         ]
-        tags: list[str] = []
-        running: deque[Future[dict[str, Any]]] = deque()
+        tags: dict[int, str] = {}
+        running: set[Future[None]] = set()
 
-        def send(number: int, part: bytes) -> dict[str, Any]:
-            return self._client.call(
+        def send(number: int, part: bytes) -> None:
+            sent = self._client.call(
                 "upload_part", UploadId=upload, PartNumber=number, body=part, **place
             )
+            tags[number] = sent["ETag"]
 
         def numbered() -> Iterator[tuple[int, bytes]]:
             yield 1, first
@@ -374,10 +375,14 @@ class S3Storage:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 try:
                     for number, part in numbered():
-                        if len(running) >= _PARALLEL:
-                            tags.append(running.popleft().result()["ETag"])
-                        running.append(pool.submit(send, number, part))
-                    tags += [future.result()["ETag"] for future in running]
+                        # One waits for its turn, so that no thread waits for the next part.
+                        running.add(pool.submit(send, number, part))
+                        if len(running) > _PARALLEL:
+                            done, running = wait(running, return_when=FIRST_COMPLETED)
+                            for future in done:
+                                future.result()
+                    for future in running:
+                        future.result()
                 finally:
                     for future in running:
                         future.cancel()
@@ -386,7 +391,7 @@ class S3Storage:
                 expected=(PRECONDITION_FAILED, NO_SUCH_UPLOAD),
                 UploadId=upload,
                 MultipartUpload={
-                    "Parts": [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(tags, 1)]
+                    "Parts": [{"PartNumber": n, "ETag": tags[n]} for n in sorted(tags)]
                 },
                 IfNoneMatch="*",
                 **place,

@@ -9,7 +9,6 @@ in sight, and credentials that are read anew when they have expired.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import random
@@ -152,8 +151,7 @@ class S3Client:
         """
 
         def send(fs: Any) -> dict[str, Any]:
-            # A stream of its own for each try, since each reads it to the end.
-            content = {} if body is None else {"Body": io.BytesIO(body)}
+            content = {} if body is None else {"Body": body}
             return _sync(fs, operation, **parameters, **content)
 
         return self._persist(send, expected)

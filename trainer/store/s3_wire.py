@@ -1,7 +1,7 @@
-"""How answers come from an S3 server: read by the thread that wants them, into its own memory.
+"""How much data goes to an S3 server and comes from it: in threads, and without a copy too many.
 
-aiobotocore, which s3fs stands on, reads all answers in one event loop, by small pieces that are put
-together and copied. That takes more than twice the CPU time of reading a socket into the place
+aiobotocore, which s3fs stands on, sends and reads all in one event loop, by small pieces that are
+put together and copied. That takes more than twice the CPU time of reading a socket into the place
 where the bytes belong, and no second core can help.
 """
 
@@ -18,10 +18,12 @@ from urllib3.exceptions import HTTPError
 
 #: How much is read at a time: little enough to be still in the cache when it is copied.
 _STEP_BYTES = 1 << 20
+#: From here on a body is worth a thread.
+_LARGE_BYTES = 256 << 10
 
 
 class ThreadedSession(AIOHTTPSession):
-    """aiobotocore's HTTP session, which leaves requests for the content of objects to botocore's.
+    """aiobotocore's HTTP session, which leaves requests for or with much data to botocore's.
 
     Both are made with the same settings: TLS, proxies, time-outs. For `http_session_cls` of an
     aiobotocore configuration.
@@ -33,11 +35,16 @@ class ThreadedSession(AIOHTTPSession):
         self._threads = ThreadPoolExecutor(settings["max_pool_connections"], "s3-ask")
 
     async def send(self, request: Any) -> Any:
-        if not request.stream_output:
+        body = request.body
+        # Over TLS a body is a stream of aiobotocore's own, with its checksum at the end.
+        is_large = isinstance(body, bytes) and len(body) > _LARGE_BYTES
+        if not request.stream_output and not is_large:
             return await super().send(request)
         loop = asyncio.get_running_loop()
         answer = await loop.run_in_executor(self._threads, self._blocking.send, request)
-        content = Content(answer.raw, self._threads)
+        content = (
+            Content(answer.raw, self._threads) if request.stream_output else _Read(answer.content)
+        )
         headers = {name.lower(): value for name, value in answer.headers.items()}
         return AioAWSResponse(request.url, answer.status_code, headers, content)
 
@@ -88,3 +95,13 @@ class Content:
             return self._response.read(None if size < 0 else size)
         except HTTPError as err:
             raise ConnectionError(str(err)) from err
+
+
+class _Read:
+    """The body of an answer that was read already."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def read(self) -> bytes:
+        return self._data

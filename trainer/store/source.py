@@ -28,7 +28,10 @@ class Source:
     path: Path | None = None
 
     def chunks(self) -> Iterator[Chunk]:
-        """The file's content, as `Storage.stream` gives it. Raises FileNotFoundError, StorageError."""
+        """The file's content, as `Storage.stream` gives it.
+
+        Raises FileNotFoundError, StorageError.
+        """
         assert self.file is not None
         return self.storage.stream(self.file)
 
