@@ -69,6 +69,7 @@ _HINTS = {
     "PermanentRedirect": "set AWS_DEFAULT_REGION to the bucket's region",
     "QuotaExceeded": "free space there or have the quota raised, then resume the run",
     "RequestTimeTooSkewed": "set this machine's clock",
+    "XMinioStorageFull": "free space on the server, then resume the run",
     "SignatureDoesNotMatch": f"the secret does not belong to the key: {_CREDENTIALS_HINT}",
 }
 
@@ -330,7 +331,8 @@ def _passes(err: BaseException, code: str | None, status: int) -> bool:
     from botocore.parsers import ResponseParserError
 
     if code is not None:
-        return code in _PASSING or status == 429 or (status >= 500 and status != 501)
+        # 507: it has no room, and will not have any in a minute.
+        return code in _PASSING or status == 429 or (status >= 500 and status not in (501, 507))
     return isinstance(
         err,
         (
