@@ -98,6 +98,7 @@ def train(
                 attempt=ctx.ranks.attempt,
             )
         )
+        ctx.checkpoints.tell()
         began = now
         is_end = state.step == plan.total_steps
         if stops or is_end or state.step % save_interval == 0:

@@ -42,6 +42,7 @@ def test_a_periodic_save_may_fail_once(tmp_path: Path) -> None:
     with run.start(prepare=partial(full_disk, (2,))) as ranks:
         assert ranks.wait() == [0, 0], ranks.logs()
         assert "step 2 NOT saved, training goes on" in ranks.logs()
+        assert ranks.logs().count("step 2 is not saved so far, and is tried again") == 1
     (failed,) = run.events("save_failed")
     assert failed["step"] == 2
     assert "No space left on device" in failed["reason"]

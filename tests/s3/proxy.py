@@ -36,8 +36,10 @@ Plan = Callable[[Request], str | None]
 #: lost         carried out, and cut off before the answer
 #: truncated    carried out; of the answer's body only a half comes
 #: slow         carried out and answered, late
+PASSING = ("unavailable", "reset", "lost", "truncated", "slow")
 #: expired      answered with ExpiredToken, not passed on
-FAULTS = ("unavailable", "reset", "lost", "truncated", "slow", "expired")
+#: full         answered as by a server that has no room, not passed on
+FAULTS = (*PASSING, "expired", "full")
 
 
 class FaultyProxy:
@@ -113,6 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "expired":
             self._error(400, "ExpiredToken")
+            return
+        if fault == "full":
+            self._error(507, "XMinioStorageFull")
             return
         if fault == "reset":
             self._cut()

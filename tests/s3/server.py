@@ -39,6 +39,7 @@ class S3Server:
 
     Args:
         address: what it listens on; with the address of a bridge, other machines reach it.
+        tls: a certificate and its key, to answer on a second port with; None: no TLS.
     """
 
     #: (access key, secret) of one who may do everything, the same with a newer key, and a reader.
@@ -47,15 +48,24 @@ class S3Server:
     reader = ("vitra-reader", "vitra-reader-secret-marker")
     bucket = "vitra"
 
-    def __init__(self, home: Path, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self, home: Path, address: str = "127.0.0.1", tls: tuple[Path, Path] | None = None
+    ) -> None:
         self._home = home
         self._address = address
+        self._tls = tls
+        self._tls_port = _free_port(address) if tls else 0
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
 
     @property
     def endpoint(self) -> str:
         return f"http://{self._address}:{self.port}"
+
+    @property
+    def tls_endpoint(self) -> str:
+        assert self._tls is not None
+        return f"https://{self._address}:{self._tls_port}"
 
     def environ(
         self, identity: tuple[str, str] | None = None, endpoint: str | None = None
@@ -144,6 +154,13 @@ class S3Server:
             "s3.localSocket": self._home / "s3.sock",
             "s3.autoCreateBucket": "false",
         }
+        if self._tls is not None:
+            certificate, key = self._tls
+            arguments |= {
+                "s3.port.https": self._tls_port,
+                "s3.cert.file": certificate,
+                "s3.key.file": key,
+            }
         with (self._home / "weed.log").open("ab") as log:
             return subprocess.Popen(
                 [weed, "server", *(f"-{name}={value}" for name, value in arguments.items())],

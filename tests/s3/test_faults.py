@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import wait_until
-from tests.s3.proxy import FAULTS, FaultyProxy, Request
+from tests.s3.proxy import PASSING, FaultyProxy, Request
 from tests.s3.server import S3Server
 from trainer.spec.errors import StorageError
 from trainer.store.checkpoints import CheckpointStore
@@ -48,8 +48,7 @@ def every_third(faults: tuple[str, ...]) -> Callable[[Request], str | None]:
 def test_every_third_request_fails_and_nothing_is_lost(
     proxy: FaultyProxy, s3_place: S3Storage
 ) -> None:
-    passing = tuple(fault for fault in FAULTS if fault != "expired")
-    proxy.plan = every_third(passing)
+    proxy.plan = every_third(PASSING)
     store = CheckpointStore(s3_place, RUN)
     store.own()
     claim = store.claim_next("job", 0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
 from tests.conftest import run_python
-from tests.s3.fixtures import look_at
+from tests.s3.fixtures import look_at, running_server
 from tests.s3.server import S3Server
 from trainer.spec.errors import StorageError, UsageError
 from trainer.store.s3 import S3Storage, part_bytes
@@ -185,6 +187,32 @@ def test_data_workers_are_forked_while_a_save_goes_on(s3_place: S3Storage, s3_ur
         over.set()
         saving.join(60)
     assert not saving.is_alive()
+
+
+def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies travel in another form then, and the server's certificate is looked at."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    words = ["openssl", "req", "-x509", "-nodes", "-days", "2", "-newkey", "rsa:2048"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*words, *names, *files], check=True, capture_output=True)
+    data = large()
+    with running_server(S3Server(tmp_path / "s3", tls=(certificate, key))) as server:
+        look_at(server, monkeypatch)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.tls_endpoint)
+        uri = f"s3://{server.bucket}/place"
+        with pytest.raises(StorageError, match="SSL"):
+            S3Storage(uri, patience_s=2).probe()
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+        place = S3Storage(uri, piece_bytes=5 << 20)
+        place.probe()
+        place.create("step-1/large.bin", [data])
+        assert place.read("step-1/large.bin") == data
+        target = bytearray(len(data) - 1000)
+        assert place.read_into("step-1/large.bin", 1000, memoryview(target)) == len(target)
+        assert target == data[1000:]
+        assert b"".join(map(bytes, place.stream("step-1/large.bin"))) == data
+        assert open_uploads(place) == []
 
 
 # -- The probe ---------------------------------------------------------------------------------

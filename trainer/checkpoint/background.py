@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -12,7 +12,8 @@ from trainer.spec.errors import StorageError
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+#: Takes what is to be said of a save that goes on.
+Warn = Callable[[str], None]
 
 #: Pauses before an upload is tried again; the storage has tried for as long as requests may pass.
 _PAUSES_S = (0.5, 2.0)
@@ -25,12 +26,13 @@ class BackgroundSave:
 
     Args:
         step: the step that is saved.
-        write: all that is left to do.
+        write: all that is left to do. What it warns of waits for `warnings`.
     """
 
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
+    def __init__(self, step: int, write: Callable[[Warn], None]) -> None:
         self.step = step
         self._error: BaseException | None = None
+        self._warnings: deque[str] = deque()
         # A daemon: a rank that has to go does not wait for a storage that does not answer.
         self._thread = threading.Thread(
             target=self._run, args=(write,), name=f"save-{step}", daemon=True
@@ -45,15 +47,20 @@ class BackgroundSave:
             self._thread.join(_LOOK_S)
         return self._error
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def warnings(self) -> Iterator[str]:
+        """What it has warned of since this was asked last."""
+        while self._warnings:
+            yield self._warnings.popleft()
+
+    def _run(self, write: Callable[[Warn], None]) -> None:
         try:
-            write()
+            write(self._warnings.append)
         except BaseException as err:  # noqa: BLE001 - it is raised on the thread that waits
             self._error = err
 
 
-def persist(write: Callable[[], T], *, what: str) -> T:
-    """Call `write`, and again after a while where the storage fails; warns once, and loudly.
+def persist(write: Callable[[], T], *, what: str, warn: Warn) -> T:
+    """Call `write`, and again after a while where the storage fails; warns once.
 
     Raises:
         StorageError: it failed to the last.
@@ -65,7 +72,7 @@ def persist(write: Callable[[], T], *, what: str) -> T:
             if pause_s is None:
                 raise
             if number == 0:
-                log.warning("%s is not saved so far, and is tried again: %s", what, err)
+                warn(f"{what} is not saved so far, and is tried again: {err}")
             time.sleep(pause_s)
     raise AssertionError("the last try returns or raises")
 

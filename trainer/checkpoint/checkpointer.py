@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.agree import Agreement
-from trainer.checkpoint.background import BackgroundSave, persist, pieces
+from trainer.checkpoint.background import BackgroundSave, Warn, persist, pieces
 from trainer.checkpoint.codec import (
     HostBuffer,
     index_file,
@@ -144,6 +144,15 @@ class Checkpointer:
         self._note_success(state.step)
         return True
 
+    def tell(self) -> None:
+        """Say loudly what goes wrong with this rank's part of a save in flight. Not collective.
+
+        At a step's end, so that the log has it between two steps, whenever it came about.
+        """
+        if self._in_flight is not None:
+            for warning in self._in_flight.warnings():
+                log.warning("%s", warning)
+
     def finish(self) -> bool:
         """Wait until no save is in flight any more; False if the one that was has failed.
 
@@ -151,8 +160,9 @@ class Checkpointer:
         """
         if self._in_flight is None:
             return True
+        error = self._in_flight.wait()
+        self.tell()
         flight, self._in_flight = self._in_flight, None
-        error = flight.wait()
         if isinstance(error, StorageError):
             self._note_failure(flight.step, error, must_succeed=False)
             return False
@@ -334,12 +344,13 @@ class Checkpointer:
         def create(data: memoryview) -> FileEntry:
             return self._store.create_file(then.step, name, pieces(data))
 
-        def write() -> None:
+        def write(warn: Warn) -> None:
             entries: list[FileEntry] = []
 
             def upload() -> None:
                 if (data := staged.data) is not None:
-                    entries.append(persist(lambda: create(data), what=f"step {then.step}"))
+                    what = f"step {then.step}"
+                    entries.append(persist(lambda: create(data), what=what, warn=warn))
 
             self._agree_or_raise(upload, background)
             written = background.gather(entries)

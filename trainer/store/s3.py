@@ -20,7 +20,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -38,9 +38,11 @@ from trainer.store.storage import Chunk, check_name, flat
 
 #: Requests at a time for one file.
 _PARALLEL = 8
-#: With `_PARALLEL` these bound the memory.
-_READ_BYTES = 8 << 20
+#: How much one request sends or brings. With `_PARALLEL` it bounds the memory of an upload;
+#: what is read goes to where it is wanted, but for what a stream reads ahead.
 PIECE_BYTES = 16 << 20
+#: How many pieces a stream reads ahead.
+_AHEAD = 6
 #: An object has at most 10,000 parts of at most 5 GiB and is at most 5 TiB: its later parts grow.
 _PARTS_OF_A_SIZE = 1000
 _DOUBLINGS = 8
@@ -139,22 +141,48 @@ class S3Storage:
         return self._read(name)[0]
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        if length <= _READ_BYTES:
-            return self._read_piece(name, offset, length) if length > 0 else b""
-        return b"".join(self._ahead(name, offset, offset + length))
+        data = bytearray(length)
+        found = self.read_into(name, offset, memoryview(data))
+        return bytes(memoryview(data)[:found])
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        found = 0
-        for piece in self._ahead(name, offset, offset + len(target)):
-            target[found : found + len(piece)] = piece
-            found += len(piece)
-        return found
+        if len(target) <= PIECE_BYTES:
+            return self._read_piece(name, offset, target) if len(target) else 0
+        pieces = [
+            _READERS.get().submit(
+                self._read_piece, name, offset + start, target[start : start + PIECE_BYTES]
+            )
+            for start in range(0, len(target), PIECE_BYTES)
+        ]
+        try:
+            return sum(piece.result() for piece in pieces)
+        finally:
+            # Once this has returned nothing may write into `target` any more.
+            wait([piece for piece in pieces if not piece.cancel()])
 
-    def stream(self, name: str) -> Iterator[bytes]:
+    def stream(self, name: str) -> Iterator[memoryview]:
         size = self.size(name)
         if size is None:
             raise FileNotFoundError(name)
-        yield from self._ahead(name, 0, size)
+        offsets = iter(range(0, size, PIECE_BYTES))
+        running: deque[tuple[Future[int], memoryview]] = deque()
+
+        def read_next(buffer: memoryview) -> None:
+            if (offset := next(offsets, None)) is not None:
+                part = buffer[: size - offset]
+                running.append((_READERS.get().submit(self._read_piece, name, offset, part), part))
+
+        try:
+            for _ in range(min(_AHEAD, -(-size // PIECE_BYTES))):
+                read_next(memoryview(bytearray(min(size, PIECE_BYTES))))
+            while running:
+                future, part = running.popleft()
+                yield part[: future.result()]
+                # Memory that is used again is faster than new.
+                read_next(part)
+        finally:
+            for future, _ in running:
+                future.cancel()
 
     def create(self, name: str, chunks: Iterable[Chunk]) -> None:
         if self.size(name) is not None:
@@ -274,33 +302,19 @@ class S3Storage:
         except Answer as answer:
             raise FileNotFoundError(name) from answer
 
-    def _ahead(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """The pieces of a range in order, up to `_PARALLEL` of them under way."""
-        running: deque[Future[bytes]] = deque()
+    def _read_piece(self, name: str, start: int, target: memoryview) -> int:
+        """Fill `target` with the bytes from `start` on; how many there were."""
         try:
-            for offset in range(start, end, _READ_BYTES):
-                if len(running) == _PARALLEL:
-                    yield running.popleft().result()
-                length = min(_READ_BYTES, end - offset)
-                running.append(_READERS.get().submit(self._read_piece, name, offset, length))
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
-
-    def _read_piece(self, name: str, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), fewer where the file ends."""
-        try:
-            return self._client.get(
+            return self._client.get_into(
+                target,
                 expected=(NO_SUCH_KEY, INVALID_RANGE),
                 Bucket=self._bucket,
                 Key=self._key(name),
-                Range=f"bytes={start}-{start + length - 1}",
-            )[0]
+                Range=f"bytes={start}-{start + len(target) - 1}",
+            )
         except Answer as answer:
             if answer.code == INVALID_RANGE:
-                return b""
+                return 0
             raise FileNotFoundError(name) from answer
 
     def _put(self, name: str, data: bytes, token: str, **condition: str) -> str | None:
@@ -336,20 +350,21 @@ class S3Storage:
     ) -> bool:
         """Create a large object, in parts, several at a time; False if the name is taken by now.
 
-        Memory: `_PARALLEL` parts, and the next. If anything fails, the upload is aborted.
+        Memory: `_PARALLEL` parts, and the next two. If anything fails, the upload is aborted.
         """
         key = self._key(name)
         place = {"Bucket": self._bucket, "Key": key}
         upload = self._client.call("create_multipart_upload", Metadata={_TOKEN: token}, **place)[
             "UploadId"
         ]
-        tags: list[str] = []
-        running: deque[Future[dict[str, Any]]] = deque()
+        tags: dict[int, str] = {}
+        running: set[Future[None]] = set()
 
-        def send(number: int, part: bytes) -> dict[str, Any]:
-            return self._client.call(
+        def send(number: int, part: bytes) -> None:
+            sent = self._client.call(
                 "upload_part", UploadId=upload, PartNumber=number, body=part, **place
             )
+            tags[number] = sent["ETag"]
 
         def numbered() -> Iterator[tuple[int, bytes]]:
             yield 1, first
@@ -360,10 +375,14 @@ class S3Storage:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 try:
                     for number, part in numbered():
-                        if len(running) >= _PARALLEL:
-                            tags.append(running.popleft().result()["ETag"])
-                        running.append(pool.submit(send, number, part))
-                    tags += [future.result()["ETag"] for future in running]
+                        # One waits for its turn, so that no thread waits for the next part.
+                        running.add(pool.submit(send, number, part))
+                        if len(running) > _PARALLEL:
+                            done, running = wait(running, return_when=FIRST_COMPLETED)
+                            for future in done:
+                                future.result()
+                    for future in running:
+                        future.result()
                 finally:
                     for future in running:
                         future.cancel()
@@ -372,7 +391,7 @@ class S3Storage:
                 expected=(PRECONDITION_FAILED, NO_SUCH_UPLOAD),
                 UploadId=upload,
                 MultipartUpload={
-                    "Parts": [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(tags, 1)]
+                    "Parts": [{"PartNumber": n, "ETag": tags[n]} for n in sorted(tags)]
                 },
                 IfNoneMatch="*",
                 **place,

@@ -9,14 +9,13 @@ in sight, and credentials that are read anew when they have expired.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import random
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Container, Coroutine, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar, cast
 
 from trainer.spec.errors import StorageError, UsageError
@@ -26,6 +25,8 @@ from trainer.spec.errors import StorageError, UsageError
 PATIENCE_S = 60.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 8.0
+#: Reads, and a save in the background.
+_CONNECTIONS_AT_MOST = 32
 _TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 60}
 
 NO_SUCH_KEY = "NoSuchKey"
@@ -68,6 +69,7 @@ _HINTS = {
     "PermanentRedirect": "set AWS_DEFAULT_REGION to the bucket's region",
     "QuotaExceeded": "free space there or have the quota raised, then resume the run",
     "RequestTimeTooSkewed": "set this machine's clock",
+    "XMinioStorageFull": "free space on the server, then resume the run",
     "SignatureDoesNotMatch": f"the secret does not belong to the key: {_CREDENTIALS_HINT}",
 }
 
@@ -149,15 +151,14 @@ class S3Client:
             StorageError: it refused, or could not be reached for `patience_s`.
         """
 
-        def send(fs: Any) -> Coroutine[Any, Any, dict[str, Any]]:
-            # A stream of its own for each try, since each reads it to the end.
-            content = {} if body is None else {"Body": io.BytesIO(body)}
-            return fs._call_s3(operation, **parameters, **content)
+        def send(fs: Any) -> dict[str, Any]:
+            content = {} if body is None else {"Body": body}
+            return _sync(fs, operation, **parameters, **content)
 
         return self._persist(send, expected)
 
     def get(self, *, expected: Container[str] = (), **parameters: Any) -> tuple[bytes, str]:
-        """Content and ETag of an object, or of the range that `parameters` names.
+        """Content and ETag of a small object.
 
         Raises as `call` does; a connection that ends in the middle is tried again.
         """
@@ -170,20 +171,44 @@ class S3Client:
                 raise ConnectionError(f"{len(data)} of {answer['ContentLength']} bytes came")
             return data, answer["ETag"]
 
+        def ask(fs: Any) -> tuple[bytes, str]:
+            from fsspec.asyn import sync
+
+            return cast("tuple[bytes, str]", sync(fs.loop, fetch, fs))
+
+        return self._persist(ask, expected)
+
+    def get_into(
+        self, target: memoryview, *, expected: Container[str] = (), **parameters: Any
+    ) -> int:
+        """Fill `target` with the range that `parameters` names; how many bytes there were.
+
+        Read by the calling thread. Raises as `get` does; `target` may then hold anything.
+        """
+
+        def fetch(fs: Any) -> int:
+            answer = _sync(fs, "get_object", **parameters)
+            length, content = answer["ContentLength"], answer["Body"].raw_stream
+            try:
+                if length > len(target):
+                    raise ConnectionError(f"{length} bytes came where {len(target)} were asked for")
+                found = content.read_into(target[:length])
+            finally:
+                content.close()
+            if found != length:
+                raise ConnectionError(f"{found} of {length} bytes came")
+            return found
+
         return self._persist(fetch, expected)
 
-    def _persist(
-        self, make: Callable[[Any], Coroutine[Any, Any, T]], expected: Container[str]
-    ) -> T:
-        """Run what `make` makes of a file system, again and again while that can help."""
-        from fsspec.asyn import sync
-
+    def _persist(self, act: Callable[[Any], T], expected: Container[str]) -> T:
+        """Call `act` with a file system, again and again while that can help."""
         deadline = time.monotonic() + self._patience_s
         pause_s, renewed = _FIRST_PAUSE_S, False
         while True:
             fs = self._file_system()
             try:
-                return cast("T", sync(fs.loop, make, fs))
+                return act(fs)
             except Exception as err:
                 cause = _cause_of(err)
                 code, status = _code_of(cause)
@@ -214,7 +239,14 @@ class S3Client:
     def _new_file_system(self) -> Any:
         from s3fs import S3FileSystem
 
-        config = {**_TIMEOUTS_S, **self._options.get("config_kwargs", {})}
+        from trainer.store.s3_wire import ThreadedSession
+
+        config = {
+            **_TIMEOUTS_S,
+            "max_pool_connections": _CONNECTIONS_AT_MOST,
+            **self._options.get("config_kwargs", {}),
+            "http_session_cls": ThreadedSession,
+        }
         # One layer of retries: three that multiply would take minutes to say that it is no use.
         config["retries"] = {"mode": "standard", "total_max_attempts": 1}
         try:
@@ -258,6 +290,13 @@ class S3Client:
         return StorageError(f"{self._uri}{_at(fs)}: {' '.join(text.split())}", hint)
 
 
+def _sync(fs: Any, operation: str, **parameters: Any) -> dict[str, Any]:
+    """One operation, while this thread waits. Raises what s3fs does."""
+    from fsspec.asyn import sync
+
+    return cast("dict[str, Any]", sync(fs.loop, fs._call_s3, operation, **parameters))
+
+
 def _at(fs: Any) -> str:
     """Which server, as far as that is known."""
     client = getattr(fs, "_s3", None)
@@ -292,7 +331,8 @@ def _passes(err: BaseException, code: str | None, status: int) -> bool:
     from botocore.parsers import ResponseParserError
 
     if code is not None:
-        return code in _PASSING or status == 429 or (status >= 500 and status != 501)
+        # 507: it has no room, and will not have any in a minute.
+        return code in _PASSING or status == 429 or (status >= 500 and status not in (501, 507))
     return isinstance(
         err,
         (

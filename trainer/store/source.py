@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.store.manifest import MANIFEST_NAME
-from trainer.store.storage import LocalStorage, Storage, local_path_of, open_storage
+from trainer.store.storage import Chunk, LocalStorage, Storage, local_path_of, open_storage
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -27,8 +27,11 @@ class Source:
     file: str | None = None
     path: Path | None = None
 
-    def chunks(self) -> Iterator[bytes]:
-        """The file's content. Raises FileNotFoundError, StorageError."""
+    def chunks(self) -> Iterator[Chunk]:
+        """The file's content, as `Storage.stream` gives it.
+
+        Raises FileNotFoundError, StorageError.
+        """
         assert self.file is not None
         return self.storage.stream(self.file)
 

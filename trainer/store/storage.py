@@ -87,8 +87,10 @@ class Storage(Protocol):
         """
         ...
 
-    def stream(self, name: str) -> Iterator[bytes]:
+    def stream(self, name: str) -> Iterator[Chunk]:
         """The whole content in order, in pieces of some MiB, read ahead where that is quicker.
+
+        A piece holds until the next is asked for: its memory may be used again then.
 
         Raises:
             FileNotFoundError: it is not there, or no longer.
