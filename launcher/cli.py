@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vitra",
-    help="Submit a multi-node training run once, and it finishes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -93,6 +92,24 @@ def main() -> NoReturn:
     except Exception as err:  # noqa: BLE001 - the last line of defence: a log for us, a line for the user
         sys.exit(_unexpected(err))
     sys.exit(0)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        _print_lines([f"vitra {version('vitra-launcher')}"])
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    """Submit a multi-node training run once, and it finishes."""
+    del version
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
