@@ -1,4 +1,4 @@
-"""The wheel: all that is needed is in it and nothing else, and it runs where there is no checkout."""
+"""The wheel: all that is needed is in it, nothing else, and it runs where no checkout is."""
 
 from __future__ import annotations
 
