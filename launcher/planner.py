@@ -34,6 +34,7 @@ class Fix:
 
     @property
     def fields(self) -> tuple[str, ...]:
+        """The keys of the spec that it changes."""
         return tuple(field for field, _ in self.changes)
 
     def __str__(self) -> str:

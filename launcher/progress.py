@@ -34,7 +34,9 @@ class Progress(Protocol):
         """Something worth a line of its own."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more comes; leaves the terminal as it was."""
+        ...
 
 
 def write(stream: TextIO, text: str) -> None:

@@ -86,10 +86,10 @@ class Job:
     end_time: datetime | None = None
     preempt_time: datetime | None = None
     nodes: str = ""
-    batch_host: str = ""
 
     @property
     def is_live(self) -> bool:
+        """Whether it is not over: it waits, has nodes, or is about to leave them."""
         return self.state in LIVE_STATES
 
     @property
@@ -207,6 +207,11 @@ class Slurm:
         return answer.stdout.decode(errors="replace").strip().partition(";")[0]
 
     def requeue(self, job_id: str) -> None:
+        """Put a job back into the queue.
+
+        Raises:
+            SchedulerError: Slurm refused, or cannot be reached.
+        """
         self._ask("scontrol", "requeue", job_id, empty_is_fine=True)
 
     def allow_requeue(self, job_id: str) -> None:
@@ -327,11 +332,17 @@ class Slurm:
         )
 
     def partitions(self) -> dict[str, Partition]:
+        """All partitions, by name.
+
+        Raises:
+            SchedulerError: Slurm cannot be asked.
+        """
         text = self._ask("scontrol", "-a", "-o", "show", "partition")
         found = [_partition(fields(line)) for line in text.splitlines() if line.strip()]
         return {partition.name: partition for partition in found}
 
     def default_partition(self) -> str | None:
+        """The partition of jobs that name none; None where there is no such."""
         text = self._ask("scontrol", "-a", "-o", "show", "partition")
         for line in text.splitlines():
             facts = fields(line)
@@ -340,6 +351,11 @@ class Slurm:
         return None
 
     def node_kinds(self, partition: str) -> list[NodeKind]:
+        """What nodes a partition has.
+
+        Raises:
+            SchedulerError: Slurm cannot be asked.
+        """
         # -e: nodes that differ in anything are not taken together.
         text = self._ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
         kinds: list[NodeKind] = []
@@ -485,7 +501,6 @@ def _job(facts: Mapping[str, str]) -> Job:
         end_time=_moment(facts.get("EndTime", "")),
         preempt_time=_moment(facts.get("PreemptTime", "")),
         nodes=_or_none(facts.get("NodeList", "")) or "",
-        batch_host=_or_none(facts.get("BatchHost", "")) or "",
     )
 
 

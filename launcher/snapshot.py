@@ -78,6 +78,7 @@ class Seen:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> Seen:
+        """From what the probe has answered."""
         return cls(
             modules=answer["modules"],
             installed=frozenset(answer["installed"]),

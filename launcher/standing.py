@@ -102,6 +102,7 @@ class JobBook:
         return self._jobs
 
     def refresh(self) -> None:
+        """Ask Slurm once more; what goes wrong is raised by `jobs`."""
         self.asked_at, self._problem = time.time(), None
         owners = sorted({owner_of(run_dir) for run_dir in self._run_dirs})
         try:
@@ -166,6 +167,7 @@ class Over:
         return self._stands is not None and self._stands.alive
 
     def __call__(self) -> bool:
+        """Whether the run is over, and nothing of it is left that could still write."""
         record = read_record(self._run_dir)
         events = list(read_lines(self._run_dir.events))
         if scheduler_of(record, events) != "slurm":
