@@ -149,7 +149,7 @@ class Supervisor:
             return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts")
         policy = Plan.read(self._run_dir.plan).spec.retry
         finding = Finding(interruption.verdict, interruption.reason)
-        decision = decide(finding, run_history(self._run_dir), policy)
+        decision = decide(finding, run_history(read_lines(self._run_dir.events)), policy)
         if not decision.restart:
             self._surroundings.stay_away()
             return self._finish(decision.state, decision.verdict, decision.reason)
@@ -230,7 +230,9 @@ class Supervisor:
             if not stacks.stat().st_size:
                 stacks.unlink()  # made by each rank, filled only by one that was asked
         heard = max((place.step for place in places.values()), default=0)
-        first, last = finished_steps(self._run_dir, attempt, reports, heard)
+        first, last = finished_steps(
+            self._run_dir, attempt, read_lines(self._run_dir.events), reports, heard
+        )
         outcome = Outcome(
             attempt=attempt,
             verdict=finding.verdict,
@@ -245,7 +247,9 @@ class Supervisor:
             ended_at=utc_now(),
         )
         _publish(self._run_dir, outcome)
-        return finding, decide(finding, run_history(self._run_dir), plan.spec.retry)
+        return finding, decide(
+            finding, run_history(read_lines(self._run_dir.events)), plan.spec.retry
+        )
 
     def _claim(self, plan: Plan) -> tuple[int, int | None]:
         """Take the next attempt number; returns it and the step that it may resume from at most."""
@@ -422,7 +426,7 @@ def close_unjudged(run_dir: RunDir) -> None:
             utc_now(),
         )
         verdict, reason = _last_word(run_dir, number)
-        first, last = finished_steps(run_dir, number, {})
+        first, last = finished_steps(run_dir, number, read_lines(run_dir.events))
         outcome = Outcome(
             attempt=number,
             verdict=verdict,

@@ -220,7 +220,7 @@ def _end_of(run_dir: RunDir, cause: Verdict | None, reason: str) -> tuple[Verdic
         outcome = _outcome(run_dir, numbers[-1])
         if outcome is not None:
             finding = Finding(outcome.verdict, outcome.reason, outcome.exit_code)
-            decision = decide(finding, run_history(run_dir), policy)
+            decision = decide(finding, run_history(read_lines(run_dir.events)), policy)
             if not decision.restart:
                 return decision.verdict, decision.reason
     in_vain = _resubmissions_in_vain(events)
