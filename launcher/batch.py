@@ -18,7 +18,8 @@ from pathlib import Path
 from launcher.jobs import begin_submission, claim_run, effective, note_job
 from launcher.judge import CAUSES
 from launcher.schedulers.base import Interruption
-from launcher.slurm import Job, PastLife, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import Job, PastLife
 from launcher.slurm_env import BatchJob
 from trainer.spec.errors import (
     Fenced,

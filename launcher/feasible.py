@@ -8,7 +8,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from launcher.request import SubmitRequest, render
-from launcher.slurm import NodeKind, Partition, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import NodeKind, Partition
 from launcher.wording import clock_time
 from trainer.spec.errors import SchedulerRejected
 

@@ -17,7 +17,8 @@ from typing import Any
 from launcher.jobs import current_job, effective, job_comment, known_jobs, submissions
 from launcher.lock import lock_holder
 from launcher.registry import RunRecord, read_record
-from launcher.slurm import Job, PastLife, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import Job, PastLife
 from launcher.status import FINAL_STATES, Standing, is_finished, local_standing
 from trainer.spec.errors import SchedulerError
 from trainer.spec.outcome import RunState

@@ -21,7 +21,7 @@ from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
 
 if TYPE_CHECKING:
-    from launcher.slurm import Job, PastLife
+    from launcher.slurm_answers import Job, PastLife
 
 #: The states that a run leaves only when a person resumes it.
 FINAL_STATES = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})

@@ -24,7 +24,8 @@ from launcher.judge import Finding, decide
 from launcher.lock import RunLock
 from launcher.registry import RunRecord, read_plan, read_record, runs
 from launcher.schedulers.sbatch import drop_superfluous, jobs_by_comment
-from launcher.slurm import PastLife, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import PastLife
 from launcher.standing import JobBook, owner_of, scheduler_of, standing
 from launcher.status import Standing, is_finished
 from launcher.submission import resubmit

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.slurm import Partition, fields, limit, refusal
+from launcher.slurm import refusal
+from launcher.slurm_answers import Partition, fields, limit
 from tests.unit.fake_slurm import FakeSlurm
 from trainer.spec.errors import SchedulerError, SchedulerRejected, SchedulerUnavailable
 
