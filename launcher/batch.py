@@ -401,7 +401,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _supervise(run_dir: RunDir, batch: BatchJob, early: list[int]) -> int:
-    from launcher.job import Supervisor, close_unjudged
+    from launcher.job import Supervisor
+    from launcher.outcomes import close_unjudged
     from launcher.progress import follow
     from launcher.registry import read_plan, read_record
     from launcher.schedulers.slurm import SlurmLauncher

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from launcher.job import close_unjudged
 from launcher.jobs import effective
 from launcher.lock import RunLock
+from launcher.outcomes import close_unjudged
 from launcher.registry import RunRecord, read_record, user_name
 from launcher.slurm import Slurm
 from launcher.standing import JobBook, scheduler_of, standing

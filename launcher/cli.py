@@ -18,7 +18,7 @@ import typer
 from launcher.complete import complete_override, complete_run, complete_template
 
 if TYPE_CHECKING:
-    from launcher.job import Ending
+    from launcher.outcomes import Ending
     from trainer.spec.plan import Plan
     from trainer.spec.rundir import RunDir
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.job import Ending
 from launcher.load import LoadedSpec
+from launcher.outcomes import Ending
 from launcher.pace import trend
 from launcher.wording import clock_time, next_lines, size_text
 from trainer.spec.outcome import RunState

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from launcher.budgets import run_history
 from launcher.cancel import cancel_run, record_end
-from launcher.job import close_unjudged
 from launcher.jobs import current_job, effective, note_job
 from launcher.judge import Finding, decide
 from launcher.lock import RunLock
+from launcher.outcomes import close_unjudged
 from launcher.registry import RunRecord, read_plan, read_record, runs
 from launcher.schedulers.sbatch import drop_superfluous, jobs_by_comment
 from launcher.slurm import Slurm

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.job import Ending
+from launcher.outcomes import Ending
 from launcher.pace import trend
 from launcher.planner import plan
 from launcher.show import (
