@@ -18,7 +18,8 @@ from pathlib import Path
 from launcher.jobs import begin_submission, claim_run, effective, note_job
 from launcher.judge import CAUSES
 from launcher.schedulers.base import Interruption
-from launcher.slurm import Job, PastLife, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import Job, PastLife
 from launcher.slurm_env import BatchJob
 from trainer.spec.errors import (
     Fenced,
@@ -400,7 +401,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _supervise(run_dir: RunDir, batch: BatchJob, early: list[int]) -> int:
-    from launcher.job import Supervisor, close_unjudged
+    from launcher.job import Supervisor
+    from launcher.outcomes import close_unjudged
     from launcher.progress import follow
     from launcher.registry import read_plan, read_record
     from launcher.schedulers.slurm import SlurmLauncher

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.jobs import effective
 from launcher.judge import CAUSES, PastAttempt, error_restarts_left, starts_left_without_progress
 from trainer.spec.outcome import Verdict
 from trainer.spec.run import RetrySpec
-from trainer.spec.rundir import RunDir, read_lines
 
 _FROM_OUTSIDE = (Verdict.PREEMPTED, Verdict.NODE_FAILURE)
 _ERRORS = (Verdict.ERROR, Verdict.OUT_OF_MEMORY)
@@ -44,11 +44,11 @@ def budgets(history: Sequence[PastAttempt], policy: RetrySpec) -> list[Budget]:
     return found
 
 
-def run_history(run_dir: RunDir) -> list[PastAttempt]:
-    """The judged attempts since a person last started or resumed the run."""
+def run_history(events: Iterable[Mapping[str, Any]]) -> list[PastAttempt]:
+    """The judged attempts since a person last started or resumed the run, from its events."""
     past: list[PastAttempt] = []
     progressed: set[int] = set()
-    for event in effective(read_lines(run_dir.events)):
+    for event in effective(events):
         match event.get("event"):
             case "resumed":
                 past = []

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from launcher.job import close_unjudged
 from launcher.jobs import effective
 from launcher.lock import RunLock
+from launcher.outcomes import close_unjudged
 from launcher.registry import RunRecord, read_record, user_name
 from launcher.slurm import Slurm
 from launcher.standing import JobBook, scheduler_of, standing
 from launcher.status import FINAL_STATES, Standing, is_finished, local_standing
+from launcher.wording import next_lines
 from trainer.spec.errors import SchedulerUnavailable, StorageError, UsageError
 from trainer.spec.outcome import RunState, Verdict
 from trainer.spec.rundir import RunDir, append_event, read_lines, utc_now, write_atomic
@@ -129,7 +130,7 @@ def cancel_lines(facts: dict[str, Any], run: str) -> list[str]:
     if not facts["stopped"]:
         return [
             f"{facts['run_id']} has been told to stop, and is still {facts['state']}",
-            f"next: vitra status {run}",
+            *next_lines((f"vitra status {run}", "whether it has stopped")),
         ]
     if facts["was"] == facts["state"]:
         return [f"{facts['run_id']} is already {facts['state']}"]
@@ -137,7 +138,7 @@ def cancel_lines(facts: dict[str, Any], run: str) -> list[str]:
         return [f"{facts['run_id']} was faster: it is {facts['state']}"]
     return [
         f"{facts['run_id']} is cancelled",
-        f"next: vitra resume {run}   goes on from its newest checkpoint",
+        *next_lines((f"vitra resume {run}", "goes on from its newest checkpoint")),
     ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.registry import find_run, read_plan
+from launcher.wording import size_text
 from trainer.spec.errors import Fenced, NotFound, StorageError, UsageError
 from trainer.spec.rundir import RunDir
 
@@ -115,7 +116,7 @@ def prune_lines(pruned: dict[str, Any]) -> list[str]:
     lines = [f"removed step {step:>8}" for step in pruned["removed"]]
     lines += [f"removed step {step:>8}: only left-over files" for step in pruned["leftovers"]]
     every = "" if pruned["keep_every"] is None else f" and each multiple of {pruned['keep_every']}"
-    freed = f"{pruned['freed_bytes'] / 2**20:.1f} MiB freed" if lines else "nothing to remove"
+    freed = f"{size_text(pruned['freed_bytes'])} freed" if lines else "nothing to remove"
     lines.append(f"{freed}; kept are the newest {pruned['keep_last']}{every}")
     return [*lines, *(f"WARNING: {warning}" for warning in pruned["warnings"])]
 

@@ -18,13 +18,12 @@ import typer
 from launcher.complete import complete_override, complete_run, complete_template
 
 if TYPE_CHECKING:
-    from launcher.job import Ending
+    from launcher.outcomes import Ending
     from trainer.spec.plan import Plan
     from trainer.spec.rundir import RunDir
 
 app = typer.Typer(
     name="vitra",
-    help="Submit a multi-node training run once, and it finishes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -95,6 +94,24 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        _print_lines([f"vitra {version('vitra-launcher')}"])
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    """Submit a multi-node training run once, and it finishes."""
+    del version
+
+
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     """Until a supervisor takes the signals over: end, and undo on the way what was half done."""
     sys.exit(128 + number)
@@ -161,7 +178,7 @@ def plan(
     if json_:
         _print_json({**public_view(drafted.plan), "origins": dict(drafted.loaded.origins)})
     else:
-        _print_lines([*plan_lines(drafted.plan), *profile_lines(drafted.loaded)])
+        _print_folded([*plan_lines(drafted.plan), *profile_lines(drafted.loaded)])
 
 
 @app.command()
@@ -235,7 +252,7 @@ def watch(
         if json_:
             _print_json(watching.watch_facts(root, looks))
         elif lines := watching.watch_lines(looks):
-            _print_lines(lines)
+            _print_folded(lines)
         if once:
             sys.exit(next((look.exit_code for look in looks if look.exit_code), 0))
         time.sleep(interval_s)
@@ -256,7 +273,7 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
     if json_:
         _print_json(facts)
     else:
-        _print_lines([*status_lines(facts), *loss_lines(run_dir, width=_plot_width())])
+        _print_folded([*status_lines(facts), *loss_lines(run_dir, width=_plot_width())])
 
 
 @app.command()
@@ -286,7 +303,7 @@ def doctor(
     for finding in examination.examine(drafted, root, Slurm(os.environ), os.environ):
         findings.append(finding)
         if not json_:
-            _print_lines(examination.finding_lines(finding))
+            _print_folded(examination.finding_lines(finding))
     if json_:
         _print_json(examination.doctor_facts(findings))
     sys.exit(examination.first_exit_code(findings))
@@ -313,7 +330,7 @@ def ps(
     if not facts["runs"]:
         _say(f"no runs under {root}; --run-root names another root")
         return
-    _print_lines(run_lines(facts))
+    _print_folded(run_lines(facts, _terminal_width()))
     if facts["more"]:
         _say("older runs: --all")
 
@@ -351,7 +368,7 @@ def logs(
     over = Over(run_dir, Slurm(os.environ))
     if follow and not over() and not over.alive:
         _say("nobody supervises this run at the moment: waiting for a resume (Ctrl-C leaves)")
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colour = log_files.in_colour(sys.stdout.buffer, os.environ)
     printer = log_files.Printer(sys.stdout.buffer, colour=colour)
     lines = log_files.log_lines(
         run_dir,
@@ -384,7 +401,7 @@ def cancel(
     if json_:
         _print_json(facts)
     else:
-        _print_lines(cancel_lines(facts, as_argument(run_dir, os.environ)))
+        _print_folded(cancel_lines(facts, as_argument(run_dir, os.environ)))
 
 
 @app.command()
@@ -427,7 +444,7 @@ def checkpoints(
     if json_:
         _print_json(facts if pruned is None else {**facts, "pruned": pruned})
     else:
-        _print_lines([*(prune_lines(pruned) if pruned else []), *checkpoint_lines(facts)])
+        _print_folded([*(prune_lines(pruned) if pruned else []), *checkpoint_lines(facts)])
     if facts["damaged"]:
         sys.exit(6)
 
@@ -489,7 +506,7 @@ def init(
         if json_:
             _print_json({"templates": [{"name": n, "about": a} for n, a in found.items()]})
         else:
-            _print_lines([f"{name:<20} {text}" for name, text in found.items()])
+            _print_folded([f"{name:<20}  {text}" for name, text in found.items()])
     elif path == "-":
         _print_lines(templates.template(template, "spec.yaml").splitlines())
     else:
@@ -554,6 +571,7 @@ def _announce(run_dir: RunDir, *, as_json: bool) -> None:
 def _announce_job(run_dir: RunDir, job_id: str | None, *, wait: bool, as_json: bool) -> None:
     """Say which job a run is, or None: that nothing is left to do; and with `wait` follow it."""
     from launcher.registry import as_argument
+    from launcher.wording import next_lines
 
     run_id, run = run_dir.path.name, as_argument(run_dir, os.environ)
     if as_json:
@@ -563,7 +581,11 @@ def _announce_job(run_dir: RunDir, job_id: str | None, *, wait: bool, as_json: b
             [
                 f"run {run_id} in {run_dir.path}",
                 f"job {job_id}",
-                f"next: vitra status {run}  |  vitra logs {run} -f  |  vitra cancel {run}",
+                *next_lines(
+                    (f"vitra status {run}", "where it stands, and why it waits"),
+                    (f"vitra logs {run} -f", "what its ranks print, through every restart"),
+                    (f"vitra cancel {run}", "saves first, and stops it for good"),
+                ),
             ]
         )
     if job_id is not None and wait:
@@ -646,15 +668,27 @@ def _print_json(document: dict[str, Any]) -> None:
     write(sys.stdout, json.dumps(document, indent=1) + "\n")
 
 
-def _plot_width() -> int:
-    """How wide a plot on standard output may be; 0 where it is no terminal that can show one."""
+def _terminal_width() -> int | None:
+    """How many columns standard output has; None where it is no terminal."""
     import shutil
 
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _plot_width() -> int:
+    """How wide a plot on standard output may be; 0 where it is no terminal that can show one."""
     try:
         "▁█".encode(sys.stdout.encoding)
     except UnicodeEncodeError:
         return 0
-    return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 0
+    return min(_terminal_width() or 0, 100)
+
+
+def _print_folded(lines: list[str]) -> None:
+    """For people: on a terminal no word is torn at its edge."""
+    from launcher.wording import folded
+
+    _print_lines(folded(lines, _terminal_width()))
 
 
 def _print_lines(lines: list[str]) -> None:

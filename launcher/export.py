@@ -13,6 +13,7 @@ from launcher.ask import ask_trainer
 from launcher.checkpoints import checkpoint_place
 from launcher.environment import without_stale
 from launcher.registry import absolute
+from launcher.wording import size_text
 from trainer.spec import errors
 from trainer.spec.rundir import sync_directory
 
@@ -93,7 +94,7 @@ def export_lines(facts: Mapping[str, Any]) -> list[str]:
     """`vitra export`."""
     return [
         f"{facts['file']}: {facts['tensors']} tensors of step {facts['step']}, "
-        f"{facts['size_bytes'] / 2**20:.1f} MiB"
+        f"{size_text(facts['size_bytes'])}"
     ]
 
 

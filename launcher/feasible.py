@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from launcher.progress import clock_time
 from launcher.request import SubmitRequest, render
-from launcher.slurm import NodeKind, Partition, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import NodeKind, Partition
+from launcher.wording import clock_time
 from trainer.spec.errors import SchedulerRejected
 
 #: What sbatch says of a request that may be carried out later as it is.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.job import Ending
+from launcher.outcomes import Ending
 from launcher.progress import Progress
 from launcher.registry import read_record
 from launcher.slurm import Slurm

@@ -29,6 +29,8 @@ _LOCATING = frozenset(
     )
 )
 _SUBMODULE = b"160000"
+#: In git's own words; of a broken repository it says something else.
+_NO_REPOSITORY = "not a git repository (or any"
 #: Whatever the user's settings make of `git diff`. A submodule's own changes must stay out of the
 #: patch: what is excluded by name is not excluded in there.
 _PLAIN_PATCH = (
@@ -168,6 +170,8 @@ class WorkTree:
             ) from err
         if answer.returncode:
             lines = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+            if _NO_REPOSITORY in lines[0]:
+                raise NotTracked("not in a git work tree")
             raise NotTracked(f"git {words[0]}: {lines[0]}")
         return answer.stdout
 

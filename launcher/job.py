@@ -8,16 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
-
-from pydantic import ValidationError
 
 from launcher.budgets import run_history
 from launcher.goodput import Timekeeper
 from launcher.hang import Hang, HangGuard, Limits
 from launcher.heartbeat import Heartbeats
 from launcher.judge import Decision, Finding, decide, judge
+from launcher.outcomes import Ending, publish, read_reports
 from launcher.progress import Progress
 from launcher.schedulers.base import Interruption, RankGroup, RankLauncher, Surroundings
 from launcher.status import finished_steps
@@ -26,7 +24,6 @@ from trainer.spec.outcome import EXIT_SAVED, Outcome, RankExit, RankReport, RunS
 from trainer.spec.plan import Plan
 from trainer.spec.pulse import Phase
 from trainer.spec.rundir import (
-    AttemptDir,
     LineLog,
     RunDir,
     append_event,
@@ -40,20 +37,6 @@ _POLL_S = 0.1
 _PEERS_LEAVE_S = 3.0
 #: One Ctrl-C may arrive twice: from the terminal, and from a wrapper that passes it on.
 _ONE_PRESS_S = 0.3
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a supervisor's work ended. `signal` is the one that a person stopped it with.
-
-    The state is `requeued` where the run goes on in another life of its job.
-    """
-
-    state: RunState
-    verdict: Verdict
-    reason: str
-    exit_code: int | None = None
-    signal: int | None = None
 
 
 class Supervisor:
@@ -149,7 +132,7 @@ class Supervisor:
             return self._finish(RunState.CANCELLED, Verdict.CANCELLED, "stopped between attempts")
         policy = Plan.read(self._run_dir.plan).spec.retry
         finding = Finding(interruption.verdict, interruption.reason)
-        decision = decide(finding, run_history(self._run_dir), policy)
+        decision = decide(finding, run_history(read_lines(self._run_dir.events)), policy)
         if not decision.restart:
             self._surroundings.stay_away()
             return self._finish(decision.state, decision.verdict, decision.reason)
@@ -208,7 +191,7 @@ class Supervisor:
                 raise
             timekeeper.close()
             places = heartbeats.places()
-            reports = _read_reports(files, plan.world_size)
+            reports = read_reports(files, plan.world_size)
             # First: where the scheduler cannot be asked, that is likely to be why.
             self._refuse_if_succeeded(attempt, group)
             if self._interruption is None and hang is None and not _all_done(exits, reports, plan):
@@ -230,7 +213,9 @@ class Supervisor:
             if not stacks.stat().st_size:
                 stacks.unlink()  # made by each rank, filled only by one that was asked
         heard = max((place.step for place in places.values()), default=0)
-        first, last = finished_steps(self._run_dir, attempt, reports, heard)
+        first, last = finished_steps(
+            self._run_dir, attempt, read_lines(self._run_dir.events), reports, heard
+        )
         outcome = Outcome(
             attempt=attempt,
             verdict=finding.verdict,
@@ -244,8 +229,10 @@ class Supervisor:
             started_at=started_at,
             ended_at=utc_now(),
         )
-        _publish(self._run_dir, outcome)
-        return finding, decide(finding, run_history(self._run_dir), plan.spec.retry)
+        publish(self._run_dir, outcome)
+        return finding, decide(
+            finding, run_history(read_lines(self._run_dir.events)), plan.spec.retry
+        )
 
     def _claim(self, plan: Plan) -> tuple[int, int | None]:
         """Take the next attempt number; returns it and the step that it may resume from at most."""
@@ -405,74 +392,6 @@ class _Notes:
 
     def __call__(self, text: str) -> None:
         self._log.append({"at": utc_now(), "note": text})
-
-
-def close_unjudged(run_dir: RunDir) -> None:
-    """Judge attempts that nobody lived to judge: their supervisor was killed, or its node died."""
-    for number in run_dir.attempt_numbers():
-        files = run_dir.attempt(number)
-        if files.outcome.exists() or not files.plan.exists():
-            continue
-        started = next(
-            (
-                e["at"]
-                for e in read_lines(run_dir.events)
-                if e.get("event") == "attempt" and e.get("attempt") == number
-            ),
-            utc_now(),
-        )
-        verdict, reason = _last_word(run_dir, number)
-        first, last = finished_steps(run_dir, number, {})
-        outcome = Outcome(
-            attempt=number,
-            verdict=verdict,
-            reason=reason,
-            job_id=_job_of(run_dir, number),
-            first_step=first,
-            last_step=last,
-            started_at=started,
-            ended_at=utc_now(),
-        )
-        _publish(run_dir, outcome)
-
-
-def _last_word(run_dir: RunDir, attempt: int) -> tuple[Verdict, str]:
-    """What a supervisor that was killed had found out of why its ranks had to leave."""
-    gone = "its supervisor was gone before the attempt ended"
-    for event in read_lines(run_dir.events):
-        if event.get("event") == "signal" and event.get("attempt") == attempt:
-            return Verdict(event["verdict"]), f"{event['reason']}; {gone}"
-    return Verdict.NODE_FAILURE, gone
-
-
-def _job_of(run_dir: RunDir, attempt: int) -> str | None:
-    for event in read_lines(run_dir.events):
-        if event.get("event") == "attempt" and event.get("attempt") == attempt:
-            return event.get("job_id")
-    return None
-
-
-def _publish(run_dir: RunDir, outcome: Outcome) -> None:
-    """Record how an attempt ended: its file first, since the event says that it is there."""
-    path = run_dir.attempt(outcome.attempt).outcome
-    write_atomic(path, outcome.model_dump_json(indent=1).encode())
-    append_event(
-        run_dir,
-        "ended",
-        attempt=outcome.attempt,
-        verdict=outcome.verdict,
-        reason=outcome.reason,
-    )
-
-
-def _read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
-    reports: dict[int, RankReport] = {}
-    for rank in range(world_size):
-        try:
-            reports[rank] = RankReport.model_validate_json(files.report(rank).read_bytes())
-        except (OSError, ValidationError):
-            continue
-    return reports
 
 
 if __name__ == "__main__":

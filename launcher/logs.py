@@ -10,7 +10,7 @@ import json
 import os
 import re
 import select
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
@@ -107,7 +107,11 @@ def check_selection(run_dir: RunDir, selection: Selection, *, world_size: int | 
 
 
 class Printer:
-    """Prints lines with their attempt and rank before them, in colour where `colour`."""
+    """Prints lines with their attempt and rank before them.
+
+    With `colour` each rank's label has one. What the ranks have printed stays as it is, but a
+    colour that they have left on ends with their line.
+    """
 
     def __init__(self, stream: BinaryIO, *, colour: bool) -> None:
         self._stream = stream
@@ -115,11 +119,18 @@ class Printer:
 
     def __call__(self, line: Line) -> None:
         who = "supervisor" if line.rank is None else line.rank
-        label = f"[{line.attempt}/{who}]"
+        label, end = f"[{line.attempt}/{who}]", b"\n"
         if self._colour:
             shade = 37 if line.rank is None else _COLOURS[line.rank % len(_COLOURS)]
             label = f"\x1b[{shade}m{label}\x1b[0m"
-        self._stream.write(label.encode() + b" " + line.text + b"\n")
+            end = b"\x1b[0m\n" if b"\x1b" in line.text else end
+        self._stream.write(label.encode() + b" " + line.text + end)
+
+
+def in_colour(stream: BinaryIO, environ: Mapping[str, str]) -> bool:
+    """Whether colours are wanted: `stream` is a terminal that has some, and NO_COLOR is not set."""
+    has_some = environ.get("TERM", "dumb") != "dumb"
+    return has_some and not environ.get("NO_COLOR") and stream.isatty()
 
 
 def wait_for_more(stream: BinaryIO, seconds: float) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
+from launcher.wording import clock_time
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import AttemptDir, RunDir, Tail
 
@@ -33,7 +34,9 @@ class Progress(Protocol):
         """Something worth a line of its own."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more comes; leaves the terminal as it was."""
+        ...
 
 
 def write(stream: TextIO, text: str) -> None:
@@ -202,16 +205,6 @@ class _Live(_Following):
         self.poll()
         with _whoever_listens(sys.stderr):
             self._bar.stop()
-
-
-def clock_time(seconds: float) -> str:
-    """A duration as people say it: 45 s, 3 min 20 s, 2 h 5 min."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _attempt_line(plan: Plan, attempt: int, resume_step: int | None) -> str:

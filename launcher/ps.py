@@ -7,16 +7,16 @@ what is shown of them is what the run itself recorded. `vitra status` looks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from launcher.pace import Pace, pace
-from launcher.progress import clock_time
 from launcher.registry import read_record, runs
 from launcher.slurm import Slurm
 from launcher.standing import JobBook, standing
+from launcher.wording import clock_time, table
 from trainer.spec.errors import VitraError
 from trainer.spec.outcome import RunState
 from trainer.spec.rundir import RunDir, read_lines
@@ -44,17 +44,29 @@ def list_runs(run_root: Path, slurm: Slurm, *, limit: int | None) -> dict[str, A
     }
 
 
-def run_lines(facts: Mapping[str, Any]) -> list[str]:
-    """`vitra ps`."""
-    rows = [_HEADINGS, *(_cells(row) for row in facts["runs"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines: list[str] = []
-    for cells, row in zip(rows, (None, *facts["runs"]), strict=True):
-        text = "  ".join(
-            cell.ljust(width) for cell, width in zip(cells, widths, strict=True)
-        ).rstrip()
-        lines.append(f"{text}  {row['problem']}" if row and row["problem"] else text)
-    return lines
+def run_lines(facts: Mapping[str, Any], width: int | None = None) -> list[str]:
+    """`vitra ps`: a table; a block for each run where a terminal of `width` has no room for it."""
+    cells = [_cells(row) for row in facts["runs"]]
+    lines = table([_HEADINGS, *cells])
+    if width is not None and max(map(len, lines)) > width:
+        return [
+            line for row, own in zip(facts["runs"], cells, strict=True) for line in _block(row, own)
+        ]
+    problems = ["", *(row["problem"] or "" for row in facts["runs"])]
+    return [f"{line}  {what}" if what else line for line, what in zip(lines, problems, strict=True)]
+
+
+def _block(row: Mapping[str, Any], cells: Sequence[str]) -> list[str]:
+    """What the table says of a run, below each other."""
+    run_id, state, *others = cells
+    named = zip(_HEADINGS[2:], others, strict=True)
+    known = [
+        f"{name.lower()} {cell}" if name != "ETA" else f"ETA {cell}"
+        for name, cell in named
+        if cell != "-"
+    ]
+    lines = [run_id, f"  {', '.join([state, *known])}"]
+    return [*lines, f"  {row['problem']}"] if row["problem"] else lines
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

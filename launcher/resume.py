@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-from launcher.job import close_unjudged
 from launcher.jobs import begin_submission, submissions
 from launcher.load import changed_fields, dotted, dump_overrides, load_spec, read_overrides
+from launcher.outcomes import close_unjudged
 from launcher.planner import replan
 from launcher.profiles import kept_profiles
 from launcher.registry import absolute, read_plan

@@ -17,8 +17,6 @@ Process = subprocess.Popen[bytes]
 class CommandTimedOut(VitraError):
     """A program did not answer in time; it has been killed and reaped."""
 
-    retryable = True
-
 
 @dataclass(frozen=True)
 class Answer:

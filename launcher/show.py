@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.job import Ending
 from launcher.load import LoadedSpec
+from launcher.outcomes import Ending
 from launcher.pace import trend
-from launcher.progress import clock_time
+from launcher.wording import clock_time, next_lines, size_text
 from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
@@ -16,7 +16,7 @@ from trainer.spec.rundir import RunDir, read_lines
 def plan_lines(plan: Plan) -> list[str]:
     """The plan of a run."""
     spec, resources = plan.spec, plan.spec.resources
-    kind = f"{resources.gpu_count} GPUs" if resources.gpu_count else "CPU"
+    devices = f"{resources.gpu_count} GPUs per node" if resources.gpu_count else "on CPUs"
     total = (
         "decided by epochs, known at submit" if plan.total_steps is None else f"{plan.total_steps}"
     )
@@ -25,7 +25,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"name          {spec.name}",
         f"strategy      {spec.train.strategy}",
         f"world size    {plan.nodes} nodes x {plan.tasks_per_node} processes = {plan.world_size}  "
-        f"({kind} per node)",
+        f"({devices})",
         f"global batch  {plan.per_device_batch_size} per device x {plan.world_size} x "
         f"{plan.grad_accumulation_steps} accumulation = {plan.global_batch_size}",
         f"steps         {total}{warmup}",
@@ -90,7 +90,8 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
             else f"steps {attempt['first_step']}-{attempt['last_step']}"
         )
         verdict = attempt["verdict"] or "running"
-        lines.append(f"attempt {attempt['attempt']}   {verdict}, {steps}: {attempt['reason']}")
+        label = f"attempt {attempt['attempt']}"
+        lines.append(f"{label:<10}  {verdict}, {steps}: {attempt['reason']}")
     return lines
 
 
@@ -137,7 +138,8 @@ def _budget_lines(budgets: dict[str, dict[str, int | None]] | None) -> list[str]
     for verdict, budget in budgets.items():
         left = "no limit" if budget["left"] is None else f"{budget['left']} left"
         words.append(f"{verdict} {budget['used']} ({left})")
-    return [f"retries     {', '.join(words[:3])}", f"            {', '.join(words[3:])}"]
+    pairs = [", ".join(words[n : n + 2]) for n in range(0, len(words), 2)]
+    return [f"{'' if n else 'retries':<12}{pair}" for n, pair in enumerate(pairs)]
 
 
 def checkpoint_lines(facts: dict[str, Any]) -> list[str]:
@@ -145,7 +147,7 @@ def checkpoint_lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"{facts['uri']}  (run {facts['run_id']})"]
     for one in facts["complete"]:
         checked = "every byte checked" if one["verified"] else "complete"
-        size = f"{one['size_bytes'] / 2**20:.1f} MiB in {one['files']} files"
+        size = f"{size_text(one['size_bytes'])} in {one['files']} files"
         lines.append(
             f"step {one['step']:>8}  {checked}, {size}, attempt {one['attempt']}, "
             f"{one['created_at']}"
@@ -163,17 +165,22 @@ def ending_lines(run_dir: RunDir, ending: Ending, run: str) -> list[str]:
     `run` is what to type for RUN.
     """
     lines = [f"{ending.state}: {ending.reason}"]
+    resume = (f"vitra resume {run}", "goes on exactly where it was")
+    status = (f"vitra status {run}", "what happened, attempt by attempt")
     match ending.state:
         case RunState.COMPLETED:
             lines += _learned(run_dir)
-            lines.append(f"next: vitra status {run}  |  vitra checkpoints {run} --verify")
-            lines.append(f"      vitra resume {run} -o train.max_steps=N   trains it further")
+            lines += next_lines(
+                status,
+                (f"vitra checkpoints {run} --verify", "reads every byte of what it has learnt"),
+                (f"vitra resume {run} -o train.max_steps=N", "trains it further"),
+            )
         case RunState.CANCELLED:
-            lines.append(f"next: vitra resume {run}   goes on exactly where it was")
+            lines += next_lines(resume)
         case _:
             newest = max(run_dir.attempt_numbers(), default=0)
             lines.append(f"logs: {run_dir.attempt(newest).logs}")
-            lines.append(f"next: vitra status {run}  |  vitra resume {run}")
+            lines += next_lines(status, resume)
     return lines
 
 

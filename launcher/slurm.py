@@ -9,12 +9,23 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 
 from launcher import shell
 from launcher.environment import without_stale
+from launcher.slurm_answers import (
+    Job,
+    NodeKind,
+    Partition,
+    PastLife,
+    fields,
+    job_of,
+    node_kinds,
+    number_of,
+    partition_of,
+    past_lives,
+    queued_jobs,
+)
 from trainer.spec.errors import SchedulerError, SchedulerRejected, SchedulerUnavailable
 
 #: For the controller; a healthy one answers within milliseconds, a busy one within seconds.
@@ -40,103 +51,8 @@ _OUT_OF_REACH = (
 )
 #: Variables that change what squeue and its like show.
 _TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:]*)=")
 _HOST_NAME = re.compile(r"[\w.-]+")
 _TRIES = 4
-
-#: States of a job that is in the queue or on its nodes; every other is an end.
-LIVE_STATES = frozenset(
-    (
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "SUSPENDED",
-        "STOPPED",
-        "RESIZING",
-        "SIGNALING",
-        "STAGE_OUT",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "RESV_DEL_HOLD",
-        "SPECIAL_EXIT",
-    )
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job as the controller sees it now.
-
-    `restarts` counts its requeues; `end_time` is when its time limit, or a preemption's grace, ends
-    it, `start_time` when it started or may start. Times are the controller's local time; None where
-    it gives none. `reason` is why it waits, None where there is no reason.
-    """
-
-    job_id: str
-    state: str
-    name: str = ""
-    reason: str | None = None
-    comment: str = ""
-    submit_time: datetime | None = None
-    restarts: int = 0
-    requeue: bool = True
-    start_time: datetime | None = None
-    end_time: datetime | None = None
-    preempt_time: datetime | None = None
-    nodes: str = ""
-    batch_host: str = ""
-
-    @property
-    def is_live(self) -> bool:
-        return self.state in LIVE_STATES
-
-    @property
-    def is_waiting(self) -> bool:
-        """In the queue, and on no node."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-
-
-@dataclass(frozen=True)
-class PastLife:
-    """One row of the accounting: a life of a job, from a start to its end or requeue.
-
-    `state` is Slurm's word without what follows it, `by` the uid that cancelled it.
-    """
-
-    job_id: str
-    state: str
-    by: str | None
-    exit_code: str
-    submitted_at: str
-    ended_at: str
-    name: str
-    nodes: str
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A partition as `scontrol show partition` has it; None means that there is no limit."""
-
-    name: str
-    state: str
-    max_time: timedelta | None
-    max_nodes: int | None
-    total_nodes: int
-    grace_time_s: int
-    preempt_mode: str
-    nodes: str
-
-
-@dataclass(frozen=True)
-class NodeKind:
-    """Nodes of one make in a partition."""
-
-    count: int
-    cpus: int
-    memory_mb: int
-    gpus: Mapping[str, int]
 
 
 class Slurm:
@@ -164,7 +80,7 @@ class Slurm:
             if _NO_SUCH_JOB in err.message:
                 return None
             raise
-        found = [_job(fields(line)) for line in text.splitlines() if line.strip()]
+        found = [job_of(fields(line)) for line in text.splitlines() if line.strip()]
         return next((job for job in found if job.job_id == job_id), None)
 
     def jobs(self, *users: int) -> list[Job]:
@@ -207,6 +123,11 @@ class Slurm:
         return answer.stdout.decode(errors="replace").strip().partition(";")[0]
 
     def requeue(self, job_id: str) -> None:
+        """Put a job back into the queue.
+
+        Raises:
+            SchedulerError: Slurm refused, or cannot be reached.
+        """
         self._ask("scontrol", "requeue", job_id, empty_is_fine=True)
 
     def allow_requeue(self, job_id: str) -> None:
@@ -276,7 +197,7 @@ class Slurm:
         for line in self._ask("scontrol", "show", "config").splitlines():
             name, _, value = line.partition("=")
             if name.strip() == "SlurmdTimeout":
-                return float(_number(value.strip()))
+                return float(number_of(value.strip()))
         return 300.0
 
     def out_of_service(self, partition: str) -> list[str]:
@@ -327,11 +248,17 @@ class Slurm:
         )
 
     def partitions(self) -> dict[str, Partition]:
+        """All partitions, by name.
+
+        Raises:
+            SchedulerError: Slurm cannot be asked.
+        """
         text = self._ask("scontrol", "-a", "-o", "show", "partition")
-        found = [_partition(fields(line)) for line in text.splitlines() if line.strip()]
+        found = [partition_of(fields(line)) for line in text.splitlines() if line.strip()]
         return {partition.name: partition for partition in found}
 
     def default_partition(self) -> str | None:
+        """The partition of jobs that name none; None where there is no such."""
         text = self._ask("scontrol", "-a", "-o", "show", "partition")
         for line in text.splitlines():
             facts = fields(line)
@@ -340,15 +267,14 @@ class Slurm:
         return None
 
     def node_kinds(self, partition: str) -> list[NodeKind]:
+        """What nodes a partition has.
+
+        Raises:
+            SchedulerError: Slurm cannot be asked.
+        """
         # -e: nodes that differ in anything are not taken together.
         text = self._ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
-        kinds: list[NodeKind] = []
-        for line in text.splitlines():
-            words = line.strip().split("|", 3)
-            if len(words) == 4:
-                count, cpus, memory, gres = words
-                kinds.append(NodeKind(int(count), _number(cpus), _number(memory), _gpus(gres)))
-        return kinds
+        return node_kinds(text)
 
     def _ask(self, *argv: str, timeout_s: float = ANSWER_S, empty_is_fine: bool = False) -> str:
         """One command's standard output."""
@@ -388,51 +314,6 @@ def no_such_command(program: str, err: OSError) -> SchedulerUnavailable:
     )
 
 
-def queued_jobs(text: str) -> list[Job]:
-    """The jobs that `Slurm.jobs` has asked squeue for."""
-    jobs: list[Job] = []
-    for line in text.splitlines():
-        # The last column is free text.
-        words = [word.strip() for word in line.split("|", 7)]
-        if len(words) == 8:
-            job_id, state, start, nodes, reason, submitted, name, comment = words
-            jobs.append(
-                Job(
-                    job_id=job_id,
-                    state=state,
-                    name=name,
-                    reason=_or_none(reason),
-                    comment=_or_none(comment) or "",
-                    submit_time=_moment(submitted),
-                    start_time=_moment(start),
-                    nodes=_or_none(nodes) or "",
-                )
-            )
-    return jobs
-
-
-def past_lives(text: str) -> list[PastLife]:
-    """The rows that `Slurm.history` has asked sacct for."""
-    lives: list[PastLife] = []
-    for line in text.splitlines():
-        words = line.split("|", 6)
-        if len(words) == 7:
-            state, _, by = words[1].partition(" by ")
-            lives.append(
-                PastLife(
-                    job_id=words[0],
-                    state=state,
-                    by=by or None,
-                    exit_code=words[2],
-                    submitted_at=words[3],
-                    ended_at=words[4],
-                    nodes=words[5],
-                    name=words[6],
-                )
-            )
-    return lives
-
-
 def refusal(program: str, stderr: str) -> SchedulerUnavailable | SchedulerRejected:
     """The error that a command's complaint stands for."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
@@ -444,88 +325,3 @@ def refusal(program: str, stderr: str) -> SchedulerUnavailable | SchedulerReject
 def is_out_of_reach(stderr: str) -> bool:
     """Whether a command failed because the controller or the accounting could not be asked."""
     return any(words.lower() in stderr.lower() for words in _OUT_OF_REACH)
-
-
-def fields(line: str) -> dict[str, str]:
-    """What a line of `scontrol -o` says: NAME=VALUE, where a value may hold spaces."""
-    found = list(_FIELD.finditer(line))
-    ends = [*(match.start() for match in found[1:]), len(line)]
-    facts: dict[str, str] = {}
-    for match, end in zip(found, ends, strict=True):
-        # The first one counts: what follows may be a user's text that looks like a field.
-        facts.setdefault(match[1], line[match.end() : end].strip())
-    return facts
-
-
-def limit(text: str) -> timedelta | None:
-    """A time limit in Slurm's form, [days-]hours:minutes:seconds; None for no limit."""
-    days, dash, rest = text.partition("-")
-    if not dash:
-        days, rest = "0", text
-    numbers = rest.split(":")
-    if not days.isdigit() or not all(number.isdigit() for number in numbers):
-        return None
-    if dash:
-        numbers += ["0"] * (3 - len(numbers))
-    hours, minutes, seconds = [0] * (3 - len(numbers)) + [int(number) for number in numbers]
-    return timedelta(days=int(days), hours=hours, minutes=minutes, seconds=seconds)
-
-
-def _job(facts: Mapping[str, str]) -> Job:
-    return Job(
-        job_id=facts.get("JobId", ""),
-        state=facts.get("JobState", ""),
-        name=facts.get("JobName", ""),
-        submit_time=_moment(facts.get("SubmitTime", "")),
-        reason=_or_none(facts.get("Reason", "")),
-        comment=_or_none(facts.get("Comment", "")) or "",
-        restarts=_number(facts.get("Restarts", "0")),
-        requeue=facts.get("Requeue", "1") != "0",
-        start_time=_moment(facts.get("StartTime", "")),
-        end_time=_moment(facts.get("EndTime", "")),
-        preempt_time=_moment(facts.get("PreemptTime", "")),
-        nodes=_or_none(facts.get("NodeList", "")) or "",
-        batch_host=_or_none(facts.get("BatchHost", "")) or "",
-    )
-
-
-def _partition(facts: Mapping[str, str]) -> Partition:
-    most = facts.get("MaxNodes", "UNLIMITED")
-    return Partition(
-        name=facts.get("PartitionName", ""),
-        state=facts.get("State", ""),
-        max_time=limit(facts.get("MaxTime", "UNLIMITED")),
-        max_nodes=int(most) if most.isdigit() else None,
-        total_nodes=_number(facts.get("TotalNodes", "0")),
-        grace_time_s=_number(facts.get("GraceTime", "0")),
-        preempt_mode=facts.get("PreemptMode", ""),
-        nodes=facts.get("Nodes", ""),
-    )
-
-
-def _gpus(gres: str) -> dict[str, int]:
-    """GPUs of a node by type, "" where it has none; from such as gpu:a100:8(S:0-1),shard:16."""
-    found: dict[str, int] = {}
-    for one in re.sub(r"\([^)]*\)", "", gres).split(","):
-        parts = one.split(":")
-        if parts[0] == "gpu" and parts[-1].isdigit():
-            kind = parts[1] if len(parts) == 3 else ""
-            found[kind] = found.get(kind, 0) + int(parts[-1])
-    return found
-
-
-def _number(text: str) -> int:
-    """The number that a text begins with, as in "64+"."""
-    digits = re.match(r"\d+", text)
-    return int(digits[0]) if digits else 0
-
-
-def _moment(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        return None
-
-
-def _or_none(text: str) -> str | None:
-    return None if text in ("", "(null)", "None", "N/A", "n/a", "Unknown") else text

@@ -15,21 +15,26 @@ its bytecode there.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
-import shutil
-import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher.git import NotTracked, WorkTree
+from launcher.selection import (
+    SECRET_NAMES,
+    SKIPPED,
+    Selection,
+    make_directory,
+    printable,
+    secret_pattern,
+    without_results,
+)
 from trainer.spec.errors import SnapshotError, UsageError
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, write_atomic
@@ -44,20 +49,11 @@ from trainer.spec.snapshot import (
     module_place,
 )
 
-#: Names of files and directories that are never copied, whatever their case, but named instead.
-SECRET_NAMES = (".env*", "*.pem", "*.key", "id_*", ".netrc", "*credentials", "*credentials.json")
-#: Code is small: more than this is data or results that git does not know to ignore.
-SIZE_CAP_BYTES = 200 * 1000 * 1000
-
 _VITRA = "vitra"
 _PACKAGES = "packages"
 _NAMES = "names"
-_SKIPPED = "skipped.txt"
-_RESERVED = frozenset((_VITRA, _PACKAGES, _NAMES, "commit", "snapshot.json", _SKIPPED))
+_RESERVED = frozenset((_VITRA, _PACKAGES, _NAMES, "commit", "snapshot.json", SKIPPED))
 _OWN_PACKAGES = ("launcher", "trainer")
-_DERIVED = frozenset(("__pycache__", ".git"))
-#: What marks a directory as a Python environment: installed, not written.
-_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta/history")
 _NAMED_AT_MOST = 10
 
 
@@ -78,6 +74,7 @@ class Seen:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> Seen:
+        """From what the probe has answered."""
         return cls(
             modules=answer["modules"],
             installed=frozenset(answer["installed"]),
@@ -135,13 +132,13 @@ def place_vitra(code: Path, path: Sequence[str], *, always: bool = False) -> Pat
     places = {p.__name__: Path(p.__path__[0]).resolve() for p in (launcher, trainer)}
     target = code / _VITRA
     if always or any(not is_installed(place) for place in places.values()):
-        selection = _Selection(code)
+        selection = Selection(code)
         for name, place in places.items():
             selection.add_directory(place, f"{_VITRA}/{name}")
         selection.write()
         return target
     if any(_regular(name, entry) for name in _OWN_PACKAGES for entry in path):
-        _make_directory(target)
+        make_directory(target)
         for name, place in places.items():
             (target / name).symlink_to(place)
         return target
@@ -172,7 +169,7 @@ def take_snapshot(
     # A run root may also be the very directory that the code is in.
     results = [p for p in results if not any(u.is_relative_to(p) for u in used)]
     taker = _Taker(run_dir.code, seen, (*results, run_dir.path.resolve()), environ, say)
-    _make_directory(run_dir.code)
+    make_directory(run_dir.code)
     snapshot = taker.take(own_components(spec), path)
     write_atomic(
         run_dir.code / "snapshot.json", json.dumps(snapshot.model_dump(), indent=1).encode()
@@ -219,7 +216,7 @@ class _Taker:
         self._say = say
         self._said: set[str] = set()
         self._trees: list[_Tree] = []
-        self._selection = _Selection(code)
+        self._selection = Selection(code)
         #: Directories of code/ to import from, in order.
         self._path: dict[str, None] = {}
         self._packages: dict[str, CopiedTree] = {}
@@ -267,7 +264,7 @@ class _Taker:
         if relative not in (*listing.tracked, *listing.untracked):
             self._say_once(f"{file}: ignored by git; only the package itself is copied")
             return
-        names = _without_results(git.top, (*listing.tracked, *listing.untracked), self._excluded)
+        names = without_results(git.top, (*listing.tracked, *listing.untracked), self._excluded)
         tree = _Tree(git, self._free_name(git.top.name), bool(listing.untracked))
         for name in names:
             self._selection.add(git.top / name, f"{tree.copy_at}/{name}", top=git.top)
@@ -305,7 +302,7 @@ class _Taker:
             self._make_importable(parts, file)
             self._follow_link(file)
             target = copy
-        if pattern := _secret(PurePosixPath(target).parts[1:]):
+        if pattern := secret_pattern(PurePosixPath(target).parts[1:]):
             raise SnapshotError(
                 f"{file}: module {name} is imported, but is never copied: "
                 f"it has a secret's name ({pattern})",
@@ -456,173 +453,7 @@ class _Taker:
             )
         skipped = sorted(self._selection.skipped)
         if skipped:
-            self._say(f"not copied (code/{_SKIPPED} says why): {_enumeration(skipped)}")
-
-
-@dataclass
-class _Selection:
-    """What is to be written below code/, by its path there."""
-
-    code: Path
-    files: dict[str, Path] = field(default_factory=dict[str, Path])
-    links: dict[str, str] = field(default_factory=dict[str, str])
-    texts: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    sizes: dict[str, int] = field(default_factory=dict[str, int])
-    #: What is left out, and why.
-    skipped: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __contains__(self, target: str) -> bool:
-        return target in self.files or target in self.links
-
-    def has_below(self, target: str) -> bool:
-        """Whether anything is to be written in the directory `target`."""
-        return any(name.startswith(f"{target}/") for name in (*self.files, *self.links))
-
-    def skip(self, target: str, reason: str) -> None:
-        self.skipped[target] = reason
-
-    def add(self, source: Path, target: str, *, top: Path) -> None:
-        """Select one file or link; what is no longer there, or is neither, is passed over.
-
-        Links within `top` become links within its copy; others are skipped, and so are secrets.
-        """
-        if target in self:
-            return
-        if pattern := _secret(source.relative_to(top).parts):
-            self.skip(target, f"a secret's name ({pattern})")
-            return
-        try:
-            about = source.lstat()
-        except OSError:
-            return
-        if stat.S_ISLNK(about.st_mode):
-            # Unlike Path.resolve, this takes a loop for an answer.
-            real = Path(os.path.realpath(source))
-            if real.is_relative_to(top) and real != top:
-                here = PurePosixPath(target)
-                copy_of_top = here.parents[len(source.relative_to(top).parts) - 1]
-                self.link(target, (copy_of_top / real.relative_to(top)).as_posix())
-            else:
-                self.skip(target, f"a link out of the tree, to {source.readlink()}")
-        elif stat.S_ISREG(about.st_mode):
-            self.skipped.pop(target, None)
-            self.files[target] = source
-            self.sizes[target] = about.st_size
-
-    def add_directory(self, source: Path, target: str, excluded: Sequence[Path] = ()) -> None:
-        """Select all files below a directory that git says nothing about."""
-        for directory, inner, names in os.walk(source):
-            here = Path(directory)
-            kept = [name for name in sorted(inner) if not _is_no_code(here / name, excluded)]
-            # os.walk does not follow links to directories: they are links like others.
-            links = [name for name in kept if (here / name).is_symlink()]
-            inner[:] = [name for name in kept if name not in links]
-            for name in (*sorted(names), *links):
-                if name in _DERIVED:
-                    continue
-                path = here / name
-                relative = path.relative_to(source).as_posix()
-                self.add(path, f"{target}/{relative}", top=source)
-
-    def link(self, target: str, to: str) -> None:
-        """Select a link; both are paths in code/."""
-        self.links[target] = to
-
-    def add_text(self, target: str, data: bytes) -> None:
-        self.texts[target] = data
-        self.sizes[target] = len(data)
-
-    def write(self) -> None:
-        """Copy everything.
-
-        Raises:
-            SnapshotError: too large, or a file cannot be read. OSError: it cannot be written.
-        """
-        total = sum(self.sizes.values())
-        if total > SIZE_CAP_BYTES:
-            largest = ", ".join(f"{name} ({_mb(size)})" for name, size in _largest(self.sizes))
-            raise SnapshotError(
-                f"the code to copy has {_mb(total)}, the limit is {_mb(SIZE_CAP_BYTES)}; "
-                f"the largest of it: {largest}",
-                "keep data and results out of the tree, or list them in .gitignore",
-            )
-        for target, source in self.files.items():
-            self._copy(source, self._make_room(target))
-            if target.endswith(".py"):
-                # Where Python keeps bytecode; what it made itself, others could look into.
-                _make_directory((self.code / target).parent / "__pycache__")
-        for target, to in self.links.items():
-            place = self._make_room(target)
-            place.symlink_to(os.path.relpath(self.code / to, place.parent))
-        if self.skipped:
-            lines = [f"{_printable(n)}: {_printable(why)}\n" for n, why in self.skipped.items()]
-            self.add_text(_SKIPPED, "".join(sorted(lines)).encode())
-        for target, data in self.texts.items():
-            write_atomic(self._make_room(target), data)
-
-    def _make_room(self, target: str) -> Path:
-        place = self.code / target
-        _make_directory(place.parent)
-        return place
-
-    def _copy(self, source: Path, place: Path) -> None:
-        try:
-            # A link may have taken the file's place since it was selected.
-            descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        except OSError as err:
-            raise SnapshotError(
-                f"cannot copy {source}: {err.strerror}",
-                "make it readable, list it in .gitignore, or move it out of the tree",
-            ) from err
-        with os.fdopen(descriptor, "rb") as reader, place.open("xb") as writer:
-            shutil.copyfileobj(reader, writer)
-            about = os.fstat(reader.fileno())
-            runs = 0o110 if about.st_mode & stat.S_IXUSR else 0
-            os.fchmod(writer.fileno(), 0o440 | runs)
-
-
-def _make_directory(path: Path) -> None:
-    """Make a directory, and those above it, that only the run's owner and group may look into."""
-    if not path.is_dir():
-        _make_directory(path.parent)
-        path.mkdir(mode=0o750, exist_ok=True)
-
-
-def _secret(parts: Iterable[str]) -> str | None:
-    """The pattern of a secret's name that a part of a path matches."""
-    for part in parts:
-        for pattern in SECRET_NAMES:
-            if fnmatch.fnmatchcase(part.lower(), pattern):
-                return pattern
-    return None
-
-
-def _is_no_code(directory: Path, excluded: Sequence[Path]) -> bool:
-    """Whether a directory holds what is derived, installed, or the results of runs."""
-    return (
-        directory.name in _DERIVED
-        or directory in excluded
-        or any((directory / mark).is_file() for mark in _ENVIRONMENT_MARKS)
-        # A run directory, a checkpoint place.
-        or ((directory / "run.json").is_file() and (directory / "plan.json").is_file())
-        or ((directory / "owner.json").is_file() and any(directory.glob("step-*/")))
-    )
-
-
-def _without_results(top: Path, names: Iterable[str], excluded: Sequence[Path]) -> Iterator[str]:
-    """Those files that are no results: git may not have been told to ignore these."""
-    known: dict[str, bool] = {"": False}
-
-    def no_code(directory: str) -> bool:
-        if directory not in known:
-            known[directory] = no_code(directory.rpartition("/")[0]) or _is_no_code(
-                top / directory, excluded
-            )
-        return known[directory]
-
-    return (name for name in names if not no_code(name.rpartition("/")[0]))
+            self._say(f"not copied (code/{SKIPPED} says why): {_enumeration(skipped)}")
 
 
 def _regular(name: str, directory: str) -> bool:
@@ -635,44 +466,14 @@ def _check_path(path: str, hint: str) -> None:
     """PYTHONPATH has no way to write a colon, and JSON none to write what is no UTF-8."""
     if os.pathsep in path or any("\ud800" <= c <= "\udfff" for c in path):
         raise UsageError(
-            f"code cannot be imported from {_printable(path)}: its path has "
+            f"code cannot be imported from {printable(path)}: its path has "
             f"{os.pathsep!r} in it, or is not UTF-8",
             hint,
         )
 
 
-def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The five files or directories that hold most: each as deep as nearly all of it lies."""
-    totals: Counter[str] = Counter()
-    for name, size in sizes.items():
-        for parent in PurePosixPath(name).parents:
-            totals[parent.as_posix()] += size
-        totals[name] += size
-    found: list[tuple[str, int]] = []
-    for name, size in totals.most_common():
-        # A tree as a whole says nothing.
-        if ("/" not in name and name not in sizes) or any(
-            name.startswith(f"{above}/") for above, _ in found
-        ):
-            continue
-        inner = max((s for n, s in totals.items() if n.startswith(f"{name}/")), default=0)
-        if inner < 0.8 * size:
-            found.append((name, size))
-        if len(found) == 5:
-            break
-    return found
-
-
 def _enumeration(names: Sequence[str]) -> str:
     """The first few of many names."""
     more = len(names) - _NAMED_AT_MOST
-    shown = ", ".join(map(_printable, names[:_NAMED_AT_MOST]))
+    shown = ", ".join(map(printable, names[:_NAMED_AT_MOST]))
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _mb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.1f} MB"
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else ascii(text)

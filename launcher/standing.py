@@ -17,7 +17,8 @@ from typing import Any
 from launcher.jobs import current_job, effective, job_comment, known_jobs, submissions
 from launcher.lock import lock_holder
 from launcher.registry import RunRecord, read_record
-from launcher.slurm import Job, PastLife, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import Job, PastLife
 from launcher.status import FINAL_STATES, Standing, is_finished, local_standing
 from trainer.spec.errors import SchedulerError
 from trainer.spec.outcome import RunState
@@ -102,6 +103,7 @@ class JobBook:
         return self._jobs
 
     def refresh(self) -> None:
+        """Ask Slurm once more; what goes wrong is raised by `jobs`."""
         self.asked_at, self._problem = time.time(), None
         owners = sorted({owner_of(run_dir) for run_dir in self._run_dirs})
         try:
@@ -166,6 +168,7 @@ class Over:
         return self._stands is not None and self._stands.alive
 
     def __call__(self) -> bool:
+        """Whether the run is over, and nothing of it is left that could still write."""
         record = read_record(self._run_dir)
         events = list(read_lines(self._run_dir.events))
         if scheduler_of(record, events) != "slurm":

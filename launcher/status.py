@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
 
 if TYPE_CHECKING:
-    from launcher.slurm import Job, PastLife
+    from launcher.slurm_answers import Job, PastLife
 
 #: The states that a run leaves only when a person resumes it.
 FINAL_STATES = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED})
@@ -97,7 +97,7 @@ def run_status(run_dir: RunDir, stands: Standing | None = None) -> dict[str, Any
         "last_checkpoint_step": _last_checkpoint(plan),
         "eta_s": _eta_s(run_dir, numbers, stands, plan),
         "attempts": attempts,
-        "budgets": _budgets(run_dir, plan) if plan else None,
+        "budgets": _budgets(events, plan) if plan else None,
         "goodput": goodput(run_dir, events, alive=stands.alive, waiting_s=_waiting_s(stands)),
     }
 
@@ -120,18 +120,22 @@ def _waiting_s(stands: Standing) -> float:
 
 
 def finished_steps(
-    run_dir: RunDir, attempt: int, reports: Mapping[int, RankReport], heard: int = 0
+    run_dir: RunDir,
+    attempt: int,
+    events: Iterable[Mapping[str, Any]],
+    reports: Mapping[int, RankReport] | None = None,
+    heard: int = 0,
 ) -> tuple[int | None, int | None]:
     """First and last finished step of an attempt; (None, None) if it finished none.
 
-    `reports` are the ranks' own, where they have ended, and `heard` the last step in a heartbeat:
-    both know of steps that were not logged.
+    `events` are the run's. `reports` are the ranks' own, where they have ended, and `heard` the
+    last step in a heartbeat: both know of steps that were not logged.
     """
     # The step really gone on from: damage may send the ranks further back than the claim says.
     start = next(
         (
             int(event["step"])
-            for event in read_lines(run_dir.events)
+            for event in events
             if event.get("event") == "started" and event.get("attempt") == attempt
         ),
         None,
@@ -139,7 +143,7 @@ def finished_steps(
     if start is None:
         return None, None
     logged = [int(record["step"]) for record in read_lines(run_dir.attempt(attempt).metrics)]
-    reported = [r.last_step for r in reports.values() if r.last_step is not None]
+    reported = [r.last_step for r in (reports or {}).values() if r.last_step is not None]
     last = max([start, heard, *logged, *reported])
     return (start + 1, last) if last > start else (None, None)
 
@@ -161,7 +165,7 @@ def _attempt(
         outcome = None
     if outcome is not None:
         return outcome.model_dump(mode="json")
-    first, last = finished_steps(run_dir, number, {})
+    first, last = finished_steps(run_dir, number, events)
     started = [e for e in events if e.get("event") == "attempt" and e.get("attempt") == number]
     return {
         "attempt": number,
@@ -233,9 +237,9 @@ def _resume_step(events: list[dict[str, Any]]) -> int | None:
     return int(steps[-1]) if steps else None
 
 
-def _budgets(run_dir: RunDir, plan: Plan) -> dict[str, dict[str, int | None]]:
+def _budgets(events: Iterable[Mapping[str, Any]], plan: Plan) -> dict[str, dict[str, int | None]]:
     """By verdict: how often attempts ended by it, and how often more the run goes on after it."""
-    found = budgets(run_history(run_dir), plan.spec.retry)
+    found = budgets(run_history(events), plan.spec.retry)
     return {budget.verdict.value: {"used": budget.used, "left": budget.left} for budget in found}
 
 

@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from launcher.budgets import run_history
 from launcher.cancel import cancel_run, record_end
-from launcher.job import close_unjudged
 from launcher.jobs import current_job, effective, note_job
 from launcher.judge import Finding, decide
 from launcher.lock import RunLock
+from launcher.outcomes import close_unjudged
 from launcher.registry import RunRecord, read_plan, read_record, runs
 from launcher.schedulers.sbatch import drop_superfluous, jobs_by_comment
-from launcher.slurm import PastLife, Slurm
+from launcher.slurm import Slurm
+from launcher.slurm_answers import PastLife
 from launcher.standing import JobBook, owner_of, scheduler_of, standing
 from launcher.status import Standing, is_finished
 from launcher.submission import resubmit
@@ -220,7 +221,7 @@ def _end_of(run_dir: RunDir, cause: Verdict | None, reason: str) -> tuple[Verdic
         outcome = _outcome(run_dir, numbers[-1])
         if outcome is not None:
             finding = Finding(outcome.verdict, outcome.reason, outcome.exit_code)
-            decision = decide(finding, run_history(run_dir), policy)
+            decision = decide(finding, run_history(read_lines(run_dir.events)), policy)
             if not decision.restart:
                 return decision.verdict, decision.reason
     in_vain = _resubmissions_in_vain(events)

@@ -27,7 +27,7 @@ __all__ = ["images", "s3", "s3_place", "s3_server", "s3_uri"]  # fixtures of all
 #: Far more than any command takes on a busy machine: one that hangs fails its test.
 PATIENCE_S = 150.0
 
-pytest_plugins = ["tests.workers"]
+pytest_plugins = ["tests.workers", "tests.wheel"]
 
 _SERVER = "vitra_server.py"
 

@@ -90,9 +90,13 @@ class Model(Protocol):
     shard_classes: tuple[type[nn.Module], ...]
     checkpoint_classes: tuple[type[nn.Module], ...]
 
-    def forward(self, batch: Batch) -> Tensor: ...
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of a batch, summed over its valid elements: a float32 scalar."""
+        ...
 
-    def loss_count(self, batch: Batch) -> int: ...
+    def loss_count(self, batch: Batch) -> int:
+        """How many elements of the batch the loss is summed over."""
+        ...
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one full-sized parameter in place, drawing only from `generator`.
@@ -125,11 +129,13 @@ class Evaluates(Protocol):
     recorded figures (name -> value).
     """
 
-    def evaluate(
-        self, data: Dataset, seed: int, rank: int, world_size: int
-    ) -> Mapping[str, float]: ...
+    def evaluate(self, data: Dataset, seed: int, rank: int, world_size: int) -> Mapping[str, float]:
+        """This rank's share of the sums, by name; the same names on every rank."""
+        ...
 
-    def summarize_evaluation(self, sums: Mapping[str, float]) -> Mapping[str, float]: ...
+    def summarize_evaluation(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """The figures to record, by name, from the sums over all ranks."""
+        ...
 
 
 def resolve(kind: str, built_in: Mapping[str, str], field: str) -> Callable[..., Any]:

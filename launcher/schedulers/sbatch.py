@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from launcher import shell
 from launcher.jobs import begin_submission, current_job, job_comment, known_jobs, note_job
-from launcher.slurm import Job, Slurm, is_out_of_reach, no_such_command, refusal
+from launcher.slurm import Slurm, is_out_of_reach, no_such_command, refusal
+from launcher.slurm_answers import Job
 from trainer.spec.errors import SchedulerError, SchedulerRejected, SchedulerUnavailable
 from trainer.spec.rundir import RunDir, read_lines, write_atomic
 

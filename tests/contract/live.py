@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,9 +102,3 @@ class LiveRun:
         if self.command.poll() is not None:
             raise AssertionError(f"ended with {self.command.returncode}: {self.vitra.terminal()}")
         return False
-
-
-def run_to_the_end(vitra: Vitra, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a command in the foreground that may take long; its output is in the terminal's log."""
-    process = vitra.start(*words)
-    return subprocess.CompletedProcess(words, process.wait(timeout=PATIENCE_S))

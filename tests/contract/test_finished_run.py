@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import stat
@@ -13,7 +14,8 @@ import pytest
 import yaml
 
 from launcher.lock import RunLock
-from tests.conftest import Answer, Vitra, VitraServer, tiny_spec, tree
+from tests.conftest import Answer, Vitra, VitraServer, tiny_spec, tree, vitra_command
+from tests.terminal import on_terminal
 from trainer.spec.rundir import RunDir, read_lines
 
 #: Everything that a shell, a format string or a path could trip over.
@@ -119,11 +121,45 @@ def test_progress_goes_to_stderr(finished: Finished) -> None:
 
 
 def test_what_is_printed_to_type_next_works(finished: Finished) -> None:
-    (line,) = (t for t in finished.answer.stderr.splitlines() if t.startswith("next: "))
-    for text in line.removeprefix("next: ").split("  |  "):
+    said = finished.answer.stderr
+    commands = [line.partition("   ")[0] for line in said.partition("next: ")[2].split("\n      ")]
+    assert len(commands) == 3
+    for text in commands:
         name, *words = shlex.split(text)
         assert name == "vitra"
-        assert finished.run_id in finished.vitra(*words).stdout
+        if words[0] != "resume":
+            assert finished.run_id in finished.vitra(*words).stdout
+    resume = ["vitra", "resume", str(finished.path), "-o", "train.max_steps=N"]
+    assert shlex.split(commands[2]) == resume
+
+
+def test_on_a_narrow_terminal_no_word_is_torn(finished: Finished) -> None:
+    for words in (["status", str(finished.path)], ["ps", "--run-root", str(finished.path.parent)]):
+        said = on_terminal([vitra_command(), *words], columns=40, cwd=finished.vitra.directory)
+        known = {
+            word for line in finished.vitra(*words).stdout.splitlines() for word in line.split()
+        }
+        shown = [line for line in said.splitlines() if not line.startswith("loss ")]
+        assert len(shown) > 1
+        assert all(len(line) <= 40 or len(line.split()) <= 2 for line in shown), said
+        if words[0] == "status":
+            assert {word for line in shown for word in line.split()} <= known
+        assert finished.run_id in said
+        assert "\x1b" not in said
+
+
+def test_labels_of_ranks_have_colours_where_they_are_wanted(finished: Finished) -> None:
+    def logs(**environ: str) -> str:
+        command = [vitra_command(), "logs", str(finished.path)]
+        return on_terminal(command, columns=80, cwd=finished.vitra.directory, environ=environ)
+
+    plain = finished.vitra("logs", finished.path).stdout
+    assert "\x1b" not in plain
+    coloured = logs()
+    for rank in range(2):
+        assert len(set(re.findall(rf"\x1b\[(\d+)m\[1/{rank}\]\x1b\[0m ", coloured))) == 1
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    assert logs(NO_COLOR="1") == logs(TERM="dumb") == plain
 
 
 def test_status_document(finished: Finished) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from launcher.hang import Limits
-from launcher.job import Ending, Supervisor
+from launcher.job import Supervisor
 from launcher.lock import RunLock
+from launcher.outcomes import Ending
 from launcher.progress import follow
 from launcher.schedulers.local import LocalLauncher, Terminal
 from launcher.submit import draft, submit_local

@@ -11,7 +11,7 @@ from launcher.budgets import budgets, run_history
 from launcher.judge import CAUSES, Finding, PastAttempt, decide
 from trainer.spec.outcome import Verdict
 from trainer.spec.run import RetrySpec
-from trainer.spec.rundir import RunDir, append_event
+from trainer.spec.rundir import RunDir, append_event, read_lines
 
 MANY = 10
 POLICIES = {
@@ -61,11 +61,13 @@ def test_a_person_who_resumes_it_begins_new_budgets(tmp_path: Path) -> None:
     append_event(run_dir, "saved", attempt=1, step=5)
     append_event(run_dir, "ended", attempt=1, verdict="hang")
     append_event(run_dir, "ended", attempt=2, verdict="error")
-    found = run_history(run_dir)
+    found = run_history(read_lines(run_dir.events))
     assert found == [PastAttempt(Verdict.HANG, True), PastAttempt(Verdict.ERROR, False)]
     append_event(run_dir, "resumed", scheduler="slurm", changed={})
-    assert {budget.used for budget in budgets(run_history(run_dir), RetrySpec())} == {0}
+    assert {
+        budget.used for budget in budgets(run_history(read_lines(run_dir.events)), RetrySpec())
+    } == {0}
     # Slurm refused the job.
     append_event(run_dir, "withdrawn")
-    assert run_history(run_dir) == found
+    assert run_history(read_lines(run_dir.events)) == found
     assert [budget.verdict for budget in budgets(found, RetrySpec())] == list(CAUSES)

@@ -201,11 +201,14 @@ def test_printed_lines() -> None:
         printer = Printer(stream, colour=colour)
         printer(Line(2, 3, b"\xff text"))
         printer(Line(2, None, b"noted"))
-    plain, noted, coloured, _ = stream.getvalue().splitlines()
+        printer(Line(2, 3, b"\x1b[31mleft on"))
+    plain, noted, as_it_is, coloured, _, put_out = stream.getvalue().splitlines()
     assert plain == b"[2/3] \xff text"
     assert noted == b"[2/supervisor] noted"
     assert coloured.startswith(b"\x1b[")
     assert coloured.endswith(b"m[2/3]\x1b[0m \xff text")
+    assert as_it_is.endswith(b"\x1b[31mleft on")
+    assert put_out.endswith(b"\x1b[31mleft on\x1b[0m")
 
 
 def test_nobody_waits_for_a_reader_that_has_gone() -> None:

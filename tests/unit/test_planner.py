@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.planner import Fix, NoExactPlan, check_samples, plan, public_view, replan
+from launcher.fixes import Fix, NoExactPlan
+from launcher.planner import check_samples, plan, public_view, replan
 from trainer.spec.errors import PlanError
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec

@@ -13,27 +13,10 @@ from pathlib import Path
 import pytest
 
 from launcher.planner import plan
-from launcher.progress import Tail, clock_time, follow, write
+from launcher.progress import Tail, follow, write
 from trainer.spec.plan import Plan
 from trainer.spec.run import RunSpec
 from trainer.spec.rundir import RunDir, append_event
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (-3, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 0 s"),
-        (200, "3 min 20 s"),
-        (3600, "1 h 0 min"),
-        (7500, "2 h 5 min"),
-        (86400, "24 h 0 min"),
-    ],
-)
-def test_clock_time(seconds: float, text: str) -> None:
-    assert clock_time(seconds) == text
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

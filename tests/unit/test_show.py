@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher.job import Ending
+from launcher.outcomes import Ending
 from launcher.pace import trend
 from launcher.planner import plan
 from launcher.show import (
@@ -37,7 +37,7 @@ def spec_of(**sections: dict[str, Any]) -> RunSpec:
 def test_plan_lines() -> None:
     spec = spec_of(resources={"nodes": 2, "tasks_per_node": 2}, train={"warmup_ratio": 0.2})
     lines = plan_lines(plan(spec, run_id="a", run_dir="/runs/a"))
-    assert "world size    2 nodes x 2 processes = 4  (CPU per node)" in lines
+    assert "world size    2 nodes x 2 processes = 4  (on CPUs)" in lines
     assert "global batch  4 per device x 4 x 1 accumulation = 16" in lines
     assert "checkpoints   every 2500 steps in /runs/a/checkpoints" in lines
 
@@ -108,13 +108,11 @@ def test_status_lines() -> None:
     ) in lines
     never_ran = {**STATUS["goodput"], "ratio": None}
     assert not any("goodput" in line for line in status_lines({**STATUS, "goodput": never_ran}))
-    retries = lines.index(
-        "retries     preempted 3 (no limit), time_limit 0 (2 left), node_failure 0 (no limit)"
-    )
-    assert (
-        lines[retries + 1]
-        == "            hang 0 (2 left), error 1 (0 left), out_of_memory 0 (0 left)"
-    )
+    retries = lines.index("retries     preempted 3 (no limit), time_limit 0 (2 left)")
+    assert lines[retries + 1 : retries + 3] == [
+        "            node_failure 0 (no limit), hang 0 (2 left)",
+        "            error 1 (0 left), out_of_memory 0 (0 left)",
+    ]
     # A plan that cannot be read has no policy.
     assert not any("left)" in line for line in status_lines({**STATUS, "budgets": None}))
     assert lines[-2:] == [

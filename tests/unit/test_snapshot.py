@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import launcher
-from launcher import snapshot as snapshot_module
+from launcher import selection
 from launcher.environment import importing, with_own_code
 from launcher.git import WorkTree
 from launcher.snapshot import Seen, place_vitra, take_snapshot, user_path
@@ -380,7 +380,7 @@ def test_links_in_packages_outside_a_work_tree(imports: Imports, tmp_path: Path)
 
 
 def test_size_cap(imports: Imports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_module, "SIZE_CAP_BYTES", 6_000_000)
+    monkeypatch.setattr(selection, "SIZE_CAP_BYTES", 6_000_000)
     project = Project(imports, tmp_path, {"comp.py": "", "small.bin": bytes(1_000_000)})
     project.submit("comp")
     shutil.rmtree(project.run_dir.code)

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.jobs import begin_submission, effective, job_comment, known_jobs, note_job
 from launcher.registry import RunRecord
-from launcher.slurm import Job
+from launcher.slurm_answers import Job
 from launcher.standing import JobBook, scheduler_of, standing, waits_for
 from launcher.status import Standing, run_status
 from tests.unit.fake_slurm import FakeSlurm, queue_line

@@ -1,14 +1,14 @@
 """Every error that vitra raises on purpose, in one tree.
 
 An error says what is wrong (`message`) and, where there is one, the way out (`hint`). Its class
-fixes the exit code of the command that meets it and whether trying again can help:
+fixes the exit code of the command that meets it:
 
     VitraError                  1
       UsageError                2   a command line that cannot be carried out
       SpecError                 2   faults in a spec file or an override, all of them at once
       PlanError                 2   a batch equation that has no exact solution
       SchedulerError            3
-        SchedulerUnavailable    3   retryable
+        SchedulerUnavailable    3   cannot be asked; later it may
         SchedulerRejected       3
       NotFound                  4   no such run or checkpoint
       RunFailed                 5   the run itself ended badly
@@ -19,7 +19,7 @@ fixes the exit code of the command that meets it and whether trying again can he
         CorruptCheckpoint       6   bytes differ from their manifest
         IncompatibleCheckpoint  6   a good checkpoint of another model or optimizer
         Fenced                 93   a newer attempt owns the run: stop, do not requeue
-        StorageError            6   retryable
+        StorageError            6   a place that fails, or refuses
       SnapshotError             2
 """
 
@@ -38,7 +38,6 @@ class VitraError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -106,8 +105,6 @@ class SchedulerError(VitraError):
 class SchedulerUnavailable(SchedulerError):
     """No answer from the scheduler; the same call may succeed later."""
 
-    retryable = True
-
 
 class SchedulerRejected(SchedulerError):
     """The scheduler answered no."""
@@ -153,8 +150,6 @@ class IncompatibleCheckpoint(CheckpointError):
 
 class StorageError(CheckpointError):
     """The storage failed or refused; the previous checkpoint stays valid."""
-
-    retryable = True
 
 
 class Fenced(CheckpointError):

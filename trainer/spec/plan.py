@@ -94,6 +94,7 @@ class Plan(BaseModel):
 
     @property
     def global_batch_size(self) -> int:
+        """Samples a step, over all ranks and micro-batches."""
         return self.spec.train.global_batch_size
 
     def with_samples(self, n_samples: int) -> Plan:

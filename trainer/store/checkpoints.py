@@ -60,6 +60,7 @@ _LISTED = 8
 
 
 def step_directory(step: int) -> str:
+    """The name of a checkpoint's directory."""
     return f"step-{step:08d}"
 
 

@@ -39,6 +39,7 @@ class Claim(BaseModel):
 
 
 def claim_name(attempt: int) -> str:
+    """The name of the file that claims an attempt."""
     return f"attempt-{attempt}.json"
 
 
@@ -74,4 +75,5 @@ def rank_of(step: int, attempt: int) -> tuple[int, int]:
 
 
 def newest_claim(claims: Sequence[Claim]) -> Claim | None:
+    """The claim of the newest attempt; None where there is none."""
     return max(claims, key=lambda claim: claim.attempt, default=None)

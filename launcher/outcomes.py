@@ -1,0 +1,94 @@
+"""How runs and attempts have ended, and how that is recorded in the run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from launcher.status import finished_steps
+from trainer.spec.outcome import Outcome, RankReport, RunState, Verdict
+from trainer.spec.rundir import AttemptDir, RunDir, append_event, read_lines, utc_now, write_atomic
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a supervisor's work ended. `signal` is the one that a person stopped it with.
+
+    The state is `requeued` where the run goes on in another life of its job.
+    """
+
+    state: RunState
+    verdict: Verdict
+    reason: str
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+def publish(run_dir: RunDir, outcome: Outcome) -> None:
+    """Record how an attempt ended: its file first, since the event says that it is there."""
+    path = run_dir.attempt(outcome.attempt).outcome
+    write_atomic(path, outcome.model_dump_json(indent=1).encode())
+    append_event(
+        run_dir,
+        "ended",
+        attempt=outcome.attempt,
+        verdict=outcome.verdict,
+        reason=outcome.reason,
+    )
+
+
+def read_reports(files: AttemptDir, world_size: int) -> dict[int, RankReport]:
+    """What the ranks have reported of themselves, as far as they came to it."""
+    reports: dict[int, RankReport] = {}
+    for rank in range(world_size):
+        try:
+            reports[rank] = RankReport.model_validate_json(files.report(rank).read_bytes())
+        except (OSError, ValidationError):
+            continue
+    return reports
+
+
+def close_unjudged(run_dir: RunDir) -> None:
+    """Judge attempts that nobody lived to judge: their supervisor was killed, or its node died."""
+    for number in run_dir.attempt_numbers():
+        files = run_dir.attempt(number)
+        if files.outcome.exists() or not files.plan.exists():
+            continue
+        started = next(
+            (
+                e["at"]
+                for e in read_lines(run_dir.events)
+                if e.get("event") == "attempt" and e.get("attempt") == number
+            ),
+            utc_now(),
+        )
+        verdict, reason = _last_word(run_dir, number)
+        first, last = finished_steps(run_dir, number, read_lines(run_dir.events))
+        outcome = Outcome(
+            attempt=number,
+            verdict=verdict,
+            reason=reason,
+            job_id=_job_of(run_dir, number),
+            first_step=first,
+            last_step=last,
+            started_at=started,
+            ended_at=utc_now(),
+        )
+        publish(run_dir, outcome)
+
+
+def _last_word(run_dir: RunDir, attempt: int) -> tuple[Verdict, str]:
+    """What a supervisor that was killed had found out of why its ranks had to leave."""
+    gone = "its supervisor was gone before the attempt ended"
+    for event in read_lines(run_dir.events):
+        if event.get("event") == "signal" and event.get("attempt") == attempt:
+            return Verdict(event["verdict"]), f"{event['reason']}; {gone}"
+    return Verdict.NODE_FAILURE, gone
+
+
+def _job_of(run_dir: RunDir, attempt: int) -> str | None:
+    for event in read_lines(run_dir.events):
+        if event.get("event") == "attempt" and event.get("attempt") == attempt:
+            return event.get("job_id")
+    return None
