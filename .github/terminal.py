@@ -102,6 +102,7 @@ def _read(terminal: int) -> bytes:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
+    """Return once it is true; exits where that takes longer than `PATIENCE_S`."""
     deadline = time.monotonic() + PATIENCE_S
     while not true():
         if time.monotonic() > deadline:
@@ -110,6 +111,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def main() -> None:
+    """Play the scene on the test cluster, and write the picture beside this file."""
     conf = subprocess.run(
         [REPOSITORY / "slurm" / "cluster", "env"], capture_output=True, text=True, check=True
     ).stdout

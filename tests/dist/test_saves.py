@@ -74,7 +74,8 @@ def test_the_last_save_must_succeed(tmp_path: Path) -> None:
 def test_an_older_attempt_steps_back_for_a_newer_one(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, EVERY_TWO)
     with run.start({"train": {"max_steps": 10**6}}) as ranks:
-        ranks.wait_for_step(3)
+        # The save of step 4 has waited for that of step 2 to be committed.
+        ranks.wait_for_step(5)
         store = CheckpointStore(open_storage(str(run.dir.path / "checkpoints")), "core-1")
         resume = store.claim_next(None, None).resume
         assert resume is not None
