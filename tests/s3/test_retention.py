@@ -85,3 +85,28 @@ def test_three_of_twelve_beside_a_neighbour(s3_uri: str) -> None:
     assert manifests(S3Storage(f"{s3_uri}/run-1")) == [f"step-{n:08d}" for n in (10, 11, 12)]
     assert store.storage.read("step-00000001/notes.txt") == b"mine"
     assert [ref.step for ref in neighbour.survey().complete] == [4, 3, 2, 1]
+
+
+def test_back_to_ten_with_eleven_and_twelve_there(s3_uri: str) -> None:
+    """Both are trained and saved again, and nothing of the first time is left."""
+    store = CheckpointStore(S3Storage(s3_uri), RUN)
+    store.own()
+    store.claim_next("job", 0)
+    for step in (10, 11, 12):
+        save(store, step, 1)
+    claim = store.claim_next("job", 1, at_most_step=10)
+    assert claim.resume == (10, 1)
+    good = store.newest_good(claim)
+    assert good is not None
+    assert (good.step, good.attempt) == (10, 1)
+    for step in (11, 12):
+        save(store, step, 2)
+        newest = store.survey().newest
+        assert newest is not None
+        assert (newest.step, newest.attempt) == (step, 2)
+        names = store.storage.names(f"step-{step:08d}")
+        assert sorted(names) == sorted(
+            [MANIFEST_NAME, *(entry.name for entry in newest.manifest.files)]
+        )
+    found = [(ref.step, ref.attempt) for ref in store.survey().complete]
+    assert found == [(12, 2), (11, 2), (10, 1)]

@@ -59,6 +59,17 @@ def test_small_and_large_files(s3_place: S3Storage) -> None:
     assert open_uploads(s3_place) == []
 
 
+def test_sixty_megabytes_in_a_dozen_parts(s3_place: S3Storage) -> None:
+    data = os.urandom(60 << 20)
+    s3_place.create("step-1/large.bin", [memoryview(data)])
+    assert s3_place.size("step-1/large.bin") == len(data)
+    target = bytearray(len(data) + 1)
+    assert s3_place.read_into("step-1/large.bin", 0, memoryview(target)) == len(data)
+    assert target[:-1] == data
+    assert b"".join(map(bytes, s3_place.stream("step-1/large.bin"))) == data
+    assert open_uploads(s3_place) == []
+
+
 def test_what_is_not_there_is_an_answer(s3_place: S3Storage) -> None:
     assert s3_place.names() == s3_place.names("step-1") == []
     assert s3_place.size("a") is None

@@ -315,6 +315,42 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
         LocalStorage(tmp_path / "place").create("a.bin", [b"x"])
 
 
+class Forgetful(LocalStorage):
+    def read(self, name: str) -> bytes:
+        return super().read(name)[:-1]
+
+
+class Replacing(LocalStorage):
+    def claim(self, name: str, data: bytes) -> bool:
+        self.remove(name)
+        return super().claim(name, data)
+
+
+class Keeping(LocalStorage):
+    kept = True
+
+    def remove(self, name: str) -> bool:
+        if self.kept:
+            self.kept = False
+            return True
+        return super().remove(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Forgetful, "reads back differently"),
+        (Replacing, r"conditional writes .* are ignored there; they decide which attempt owns"),
+        (Keeping, "still there after it was deleted"),
+    ],
+)
+def test_a_place_that_cannot_be_trusted_is_refused_by_the_probe(
+    tmp_path: Path, kind: type[LocalStorage], message: str
+) -> None:
+    with pytest.raises(StorageError, match=message):
+        kind(tmp_path / "place").probe()
+
+
 def test_a_probe_leaves_the_place_as_it_was(tmp_path: Path) -> None:
     LocalStorage(tmp_path / "new" / "place").probe()
     assert everything_in(tmp_path) == []

@@ -7,13 +7,19 @@ replaced in two steps, as on disk, and what a killed upload leaves is the store'
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from trainer.spec.errors import StorageError, UsageError
-from trainer.store.storage import Chunk, check_name, flat, sizes_one_by_one, stream_by_ranges
+from trainer.store.storage import (
+    Chunk,
+    check_name,
+    flat,
+    probe_by_use,
+    sizes_one_by_one,
+    stream_by_ranges,
+)
 
 #: Where files are whole when they appear, and fsspec can be asked not to replace one.
 PROTOCOLS = ("memory", "gs", "gcs", "abfs", "abfss", "az")
@@ -157,25 +163,7 @@ class FsspecStorage:
         return 0
 
     def probe(self) -> None:
-        name, data = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(256)
-        try:
-            if not self.claim(name, data):
-                raise StorageError(f"{self._uri}/{name}: a new random name was already taken")
-            if self.read(name) != data or name not in self.names():
-                raise StorageError(
-                    f"{self._uri}/{name}: reads back differently from what was written",
-                    "this place cannot be trusted with checkpoints: use another",
-                )
-            if self.claim(name, data[::-1]):
-                raise StorageError(
-                    f"{self._uri}: an existing file was replaced where it must not be",
-                    "that decides which attempt owns a run: use s3:// or a path",
-                )
-            if not self.remove(name) or self.size(name) is not None:
-                raise StorageError(f"{self._uri}/{name}: still there after it was deleted")
-        finally:
-            with suppress(StorageError):
-                self.remove(name)
+        probe_by_use(self)
 
     @property
     def _fs(self) -> Any:

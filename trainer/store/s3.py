@@ -34,7 +34,7 @@ from trainer.store.s3_client import (
     Answer,
     S3Client,
 )
-from trainer.store.storage import Chunk, check_name, flat
+from trainer.store.storage import Chunk, check_name, flat, probe_by_use, unconditional
 
 #: Requests at a time for one file.
 _PARALLEL = 8
@@ -232,36 +232,14 @@ class S3Storage:
         return aborted
 
     def probe(self) -> None:
-        name = f"probe-{secrets.token_hex(8)}"
-        old, new = secrets.token_bytes(256), secrets.token_bytes(256)
-        written = False
-        try:
-            etag = self._put(name, old, secrets.token_hex(16), IfNoneMatch="*")
-            if etag is None:
-                raise StorageError(f"{self._uri}/{name}: a new random name was already taken")
-            written = True
-            if self._read(name)[0] != old or name not in self.names():
-                raise StorageError(
-                    f"{self._uri}/{name}: reads back differently from what was written",
-                    "this server cannot be trusted with checkpoints: use another place",
-                )
-            if self.claim(name, new) or not self.replace(name, new, expected=old):
-                raise self._unconditional()
-            if self._put(name, old, secrets.token_hex(16), IfMatch=etag) is not None:
-                raise self._unconditional()
-            written = not self.remove(name)
-            if written or self.size(name) is not None:
-                raise StorageError(f"{self._uri}/{name}: still there after it was deleted")
-        finally:
-            if written:
-                with suppress(StorageError):
-                    self.remove(name)
+        probe_by_use(self, self._probe_replacing)
 
-    def _unconditional(self) -> StorageError:
-        return StorageError(
-            f"{self._uri}: this server ignores conditional writes (If-None-Match, If-Match)",
-            "they decide which attempt owns a run: use a server that has them, or a path",
-        )
+    def _probe_replacing(self, name: str) -> None:
+        """Whether a file is replaced as it was read, and not otherwise. Raises StorageError."""
+        data, etag = self._read(name)
+        replaced = self.replace(name, secrets.token_bytes(256), expected=data)
+        if not replaced or self._put(name, data, secrets.token_hex(16), IfMatch=etag) is not None:
+            raise unconditional(self)
 
     def _key(self, name: str) -> str:
         return self._prefix + check_name(name)

@@ -340,22 +340,11 @@ class LocalStorage:
 
     def probe(self) -> None:
         made: list[Path] = []
-        name, data = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(256)
         try:
             with _explained(self._root):
                 made = _make_directories(self._root)
-            if not self.claim(name, data):
-                raise StorageError(f"{self._root / name}: a new random name was already taken")
-            if self.read(name) != data or name not in self.names():
-                raise StorageError(
-                    f"{self._root / name}: reads back differently from what was written",
-                    "this file system cannot be trusted with checkpoints: use another place",
-                )
-            if not self.remove(name) or self.size(name) is not None:
-                raise StorageError(f"{self._root / name}: still there after it was deleted")
+            probe_by_use(self)
         finally:
-            with contextlib.suppress(OSError):
-                (self._root / name).unlink()
             _remove_directories(made)
 
     def _path(self, name: str) -> Path:
@@ -414,6 +403,44 @@ def stream_by_ranges(storage: Storage, name: str, piece_bytes: int) -> Iterator[
     while piece := storage.read_range(name, offset, piece_bytes):
         yield piece
         offset += len(piece)
+
+
+def probe_by_use(storage: Storage, further: Callable[[str], None] | None = None) -> None:
+    """`Storage.probe` by the operations that the store is built on.
+
+    `further` is called with the name of the file while it is there, and may replace it.
+    """
+    name = f"probe-{secrets.token_hex(8)}"
+    at, data = f"{storage.uri}/{name}", secrets.token_bytes(256)
+    written = False
+    try:
+        if not storage.claim(name, data):
+            raise StorageError(f"{at}: a new random name was already taken")
+        written = True
+        if storage.read(name) != data or name not in storage.names():
+            raise StorageError(
+                f"{at}: reads back differently from what was written",
+                "this place cannot be trusted with checkpoints: use another",
+            )
+        if storage.claim(name, data[::-1]):
+            raise unconditional(storage)
+        if further is not None:
+            further(name)
+        written = not storage.remove(name)
+        if written or storage.size(name) is not None:
+            raise StorageError(f"{at}: still there after it was deleted")
+    finally:
+        if written:
+            with contextlib.suppress(StorageError):
+                storage.remove(name)
+
+
+def unconditional(storage: Storage) -> StorageError:
+    """The error of a place where a file can be replaced though it must not be."""
+    return StorageError(
+        f"{storage.uri}: conditional writes (If-None-Match, If-Match) are ignored there",
+        "they decide which attempt owns a run: use a server that has them, or a path",
+    )
 
 
 def check_name(name: str) -> str:
