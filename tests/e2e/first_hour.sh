@@ -3,7 +3,7 @@
 # environment to a run of an own model that a colleague's job preempts, that goes on by itself, and finishes.
 # Every step says what it shows, and is checked; the first that goes wrong ends this.
 #
-#     sudo slurm/cluster start && .ci/venv && tests/e2e/first_hour.sh
+#     sudo slurm/cluster start && .ci/venv test && tests/e2e/first_hour.sh
 #
 # Or on a cluster of yours, with, in the environment:
 #     PARTITION  two of its nodes have to be free, and its jobs requeued when they are preempted (low)
