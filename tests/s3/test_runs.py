@@ -150,6 +150,32 @@ def test_commands_take_a_url(vitra: Vitra, s3: S3Server, s3_uri: str, tmp_path: 
     assert submitted["run_id"] in refused.stderr
 
 
+def test_what_is_sharded_comes_back_tensor_by_tensor(
+    vitra: Vitra, s3: S3Server, s3_uri: str, tmp_path: Path
+) -> None:
+    vitra.environ = s3.environ()
+    found: list[dict[str, Any]] = []
+    for uri in (f"{s3_uri}/{{run_id}}", "disk/{run_id}"):
+        vitra.spec(
+            train__max_steps=4,
+            train__strategy="fsdp-full",
+            resources__tasks_per_node=2,
+            checkpoint__uri=uri,
+            checkpoint__save_interval=2,
+        )
+        run_id = vitra("submit", "spec.yaml", "--local", "--json").json["run_id"]
+        # The last two steps start from what the first two have saved.
+        vitra("resume", run_id, "--local", "-o", "train.max_steps=6", "--allow-change")
+        vitra("export", run_id, "--to", f"{run_id}.safetensors")
+        with safe_open(tmp_path / f"{run_id}.safetensors", framework="np") as file:
+            found.append({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    on_s3, on_disk = found
+    assert on_s3.keys() == on_disk.keys()
+    for name, tensor in on_disk.items():
+        assert tensor.size > 0
+        assert (on_s3[name] == tensor).all(), name
+
+
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "wrong secret": ({"AWS_SECRET_ACCESS_KEY": "nonsense-marker"}, "SignatureDoesNotMatch"),
     "reader": (
