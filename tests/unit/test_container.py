@@ -17,6 +17,7 @@ from launcher.container import (
     refuse_container_here,
 )
 from launcher.planner import plan, public_view
+from launcher.schedulers import slurm as module
 from launcher.schedulers.slurm import SlurmLauncher
 from launcher.show import plan_lines
 from launcher.slurm_env import BatchJob
@@ -172,6 +173,12 @@ def test_how_srun_is_called(tmp_path_factory: pytest.TempPathFactory, name: str)
     if name.startswith("apptainer"):
         assert call.environ["APPTAINERENV_HF_TOKEN"] == "word"
         assert call.environ["APPTAINERENV_OMP_NUM_THREADS"] == "3"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a srun that only writes down how it is called leave no record to wait for."""
+    monkeypatch.setattr(module, "_SEEN_WITHIN_S", 0.1)
 
 
 def launch(root: Path, resources: dict[str, Any]) -> Call:
