@@ -18,6 +18,8 @@ from tests.conftest import Answer, Vitra, VitraServer, tiny_spec, tree, vitra_co
 from tests.terminal import on_terminal
 from trainer.spec.rundir import RunDir, read_lines
 
+pytestmark = pytest.mark.slow
+
 #: Everything that a shell, a format string or a path could trip over.
 HOSTILE_ROOT = """my runs' "=0" 100% $HOME `id` $(id) täst 日本 {name}"""
 

@@ -23,7 +23,7 @@ from trainer.strategies.units import shard_units
 from trainer.weights import author_name, materialize
 from trainer.worker import build_data, build_model, empty_model
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 FULL: dict[str, Any] = {"strategy": "fsdp-full"}
 GRAD: dict[str, Any] = {"strategy": "fsdp-grad"}
@@ -153,7 +153,6 @@ def test_gradient_sharding_gathers_and_reduces_once_a_step(alone: dict[str, Any]
     assert found[0]["norm calls"] == {**NONE, "reduce": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "train"),
     [
@@ -253,7 +252,6 @@ def held_after_a_step(rank: int, strategy_name: str) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), held
 
 
-@pytest.mark.slow
 def test_full_sharding_over_four_ranks_takes_at_most_two_fifths_of_the_memory() -> None:
     ((count, unsharded),) = on_ranks(1, held_after_a_step, "ddp")
     assert count > 100_000_000

@@ -21,7 +21,7 @@ from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
 from trainer.worker import build_data, build_model
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 EVERY_TWO = {"checkpoint": {"save_interval": 2}}
 
@@ -51,7 +51,6 @@ def test_a_periodic_save_may_fail_once(tmp_path: Path) -> None:
     assert not list((run.dir.path / "checkpoints" / "step-00000002").glob("*"))
 
 
-@pytest.mark.slow
 def test_two_failed_saves_in_a_row_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, EVERY_TWO)
     with run.start(prepare=partial(full_disk, (4, 6))) as ranks:
@@ -63,7 +62,6 @@ def test_two_failed_saves_in_a_row_end_the_run(tmp_path: Path) -> None:
     assert [event["step"] for event in run.events("restored")] == [2]
 
 
-@pytest.mark.slow
 def test_the_last_save_must_succeed(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     with run.start(prepare=partial(full_disk, (6,))) as ranks:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dist_helpers import Ranks, Run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 ENDLESS = {"train": {"max_steps": 10**6}}
 
@@ -57,7 +57,6 @@ def test_signals_spread_over_ranks_and_repeated(tmp_path: Path) -> None:
     assert run.saved_steps() == [step]
 
 
-@pytest.mark.slow
 def test_the_keyboard_is_the_supervisors_business(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, ENDLESS)
     with run.start() as ranks:
