@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -55,40 +57,33 @@ def close_unjudged(run_dir: RunDir) -> None:
         files = run_dir.attempt(number)
         if files.outcome.exists() or not files.plan.exists():
             continue
-        started = next(
-            (
-                e["at"]
-                for e in read_lines(run_dir.events)
-                if e.get("event") == "attempt" and e.get("attempt") == number
-            ),
-            utc_now(),
+        events = list(read_lines(run_dir.events))
+        of_attempt = [event for event in events if event.get("attempt") == number]
+        began = next(
+            (event for event in of_attempt if event.get("event") == "attempt"), dict[str, Any]()
         )
-        verdict, reason = _last_word(run_dir, number)
-        first, last = finished_steps(run_dir, number, read_lines(run_dir.events))
+        verdict, reason = _last_word(of_attempt)
+        first, last = finished_steps(run_dir, number, events)
         outcome = Outcome(
             attempt=number,
             verdict=verdict,
             reason=reason,
-            job_id=_job_of(run_dir, number),
+            job_id=began.get("job_id"),
             first_step=first,
             last_step=last,
-            started_at=started,
+            started_at=began.get("at") or utc_now(),
             ended_at=utc_now(),
         )
         publish(run_dir, outcome)
 
 
-def _last_word(run_dir: RunDir, attempt: int) -> tuple[Verdict, str]:
-    """What a supervisor that was killed had found out of why its ranks had to leave."""
+def _last_word(events: Iterable[Mapping[str, Any]]) -> tuple[Verdict, str]:
+    """What a supervisor that was killed had found out of why its ranks had to leave.
+
+    `events` are its attempt's.
+    """
     gone = "its supervisor was gone before the attempt ended"
-    for event in read_lines(run_dir.events):
-        if event.get("event") == "signal" and event.get("attempt") == attempt:
+    for event in events:
+        if event.get("event") == "signal":
             return Verdict(event["verdict"]), f"{event['reason']}; {gone}"
     return Verdict.NODE_FAILURE, gone
-
-
-def _job_of(run_dir: RunDir, attempt: int) -> str | None:
-    for event in read_lines(run_dir.events):
-        if event.get("event") == "attempt" and event.get("attempt") == attempt:
-            return event.get("job_id")
-    return None

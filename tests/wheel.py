@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def build_wheel(directory: Path) -> Path:
         shutil.copy2(CHECKOUT / name, target)
     # Without isolation it takes setuptools from here, where torch needs it anyway, and no network.
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory]
-    _run([*build, source])
+    run_to_end([*build, source])
     (wheel,) = directory.glob("*.whl")
     return wheel
 
@@ -48,10 +49,10 @@ def install(wheel: Path, directory: Path) -> Path:
     download. Of what lies there only packages are found, for of a path in a .pth no .pth is read;
     so the tests' own editable install does not count.
     """
-    _run([sys.executable, "-m", "venv", "--without-pip", directory])
+    run_to_end([sys.executable, "-m", "venv", "--without-pip", directory])
     python = directory / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    _run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel])
+    run_to_end([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel])
     (site,) = directory.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     return directory / "bin"
@@ -63,10 +64,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-def _run(argv: list[str | Path]) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run_to_end(
+    argv: Sequence[str | Path],
+    *,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
+    """Run a command that has to succeed; returns what it printed. By default without PYTHONPATH."""
+    if environ is None:
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         argv,
+        cwd=cwd,
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -75,4 +84,5 @@ def _run(argv: list[str | Path]) -> None:
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, f"{argv}: {done.stdout}"
+    return done.stdout

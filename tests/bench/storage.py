@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.s3.server import S3Server
+from tests.unit.store_helpers import manifest_of
 from trainer.checkpoint.background import pieces
 from trainer.checkpoint.codec import (
     HostBuffer,
@@ -40,7 +41,7 @@ from trainer.checkpoint.codec import (
     stage_tensors,
 )
 from trainer.store.checkpoints import CheckpointRef, CheckpointStore
-from trainer.store.manifest import CheckpointManifest, index_name, shard_name
+from trainer.store.manifest import index_name, shard_name
 from trainer.store.storage import Storage, open_storage
 
 _PART = 16 << 20
@@ -293,20 +294,8 @@ class Bench:
 def _committed(
     store: CheckpointStore, step: int, index: dict[str, Any], shard: Any
 ) -> CheckpointRef:
-
     entry = store.create_file(step, index_name(1), [json.dumps(index).encode()])
-    manifest = CheckpointManifest(
-        run_id=store.run_id,
-        step=step,
-        epoch=0,
-        samples_seen=0,
-        attempt=1,
-        world_size=1,
-        strategy="ddp",
-        spec_digest="0",
-        files=(shard, entry),
-        created_at="2026-01-01T00:00:00Z",
-    )
+    manifest = manifest_of(step, 1, (shard, entry), store.run_id)
     store.commit(manifest)
     return CheckpointRef(manifest)
 

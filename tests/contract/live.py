@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,34 @@ class LiveRun:
         if self.command.poll() is not None:
             raise AssertionError(f"ended with {self.command.returncode}: {self.vitra.terminal()}")
         return False
+
+
+def runs_into_a_full_place(
+    live: LiveRun, fill: Callable[[], object], free: Callable[[], object], says: str
+) -> None:
+    """Checkpoints that find no room: a warning, then the run's end; with room, it goes on.
+
+    `live` has just been started and saves every five steps; `says` is what the place answers.
+    """
+    vitra = live.vitra
+    try:
+        live.wait_for_event("saved")
+        fill()
+        assert live.ends() == 6
+        failed = live.status()
+        good = failed["last_checkpoint_step"]
+        vitra("checkpoints", live.run_id, "--verify")
+        free()
+        live.resume("-o", f"train.max_steps={good + 7}")
+        assert live.ends() == 0
+        status = live.status()
+    finally:
+        live.end()
+    assert (failed["state"], failed["attempts"][0]["verdict"]) == ("failed", "error")
+    assert says in failed["reason"]
+    # The first failure is only a warning, the second in a row ends the run.
+    assert [e["step"] for e in live.events("save_failed")] == [good + 5, good + 10]
+    assert all(says in e["reason"] for e in live.events("save_failed"))
+    assert f"step {good + 5} was not saved" in vitra.terminal()
+    assert (status["state"], status["attempts"][1]["first_step"]) == ("completed", good + 1)
+    assert live.steps() == list(range(1, good + 8))

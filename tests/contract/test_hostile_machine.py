@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Vitra, VitraServer, wait_until
-from tests.contract.live import LiveRun
+from tests.contract.live import LiveRun, runs_into_a_full_place
 from trainer.data.lerobot import packaged_root
 from trainer.spec.rundir import read_lines
 
@@ -218,27 +218,10 @@ def fill(disk: Path, leave_bytes: int = 0) -> Path:
 
 def test_checkpoints_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:
     live = LiveRun(vitra, checkpoint__uri=str(small_disk / "{run_id}"))
-    try:
-        live.wait_for_event("saved")
-        ballast = fill(small_disk, leave_bytes=100_000)
-        assert live.ends() == 6
-        failed = live.status()
-        good = failed["last_checkpoint_step"]
-        vitra("checkpoints", live.run_id, "--verify")
-        ballast.unlink()
-        live.resume("-o", f"train.max_steps={good + 7}")
-        assert live.ends() == 0
-        status = live.status()
-    finally:
-        live.end()
-    assert (failed["state"], failed["attempts"][0]["verdict"]) == ("failed", "error")
-    assert "No space left" in failed["reason"]
-    # The first failure is only a warning, the second in a row ends the run.
-    assert [e["step"] for e in live.events("save_failed")] == [good + 5, good + 10]
-    assert all("No space left" in e["reason"] for e in live.events("save_failed"))
-    assert f"step {good + 5} was not saved" in vitra.terminal()
-    assert (status["state"], status["attempts"][1]["first_step"]) == ("completed", good + 1)
-    assert live.steps() == list(range(1, good + 8))
+    ballast = small_disk / "ballast"
+    runs_into_a_full_place(
+        live, lambda: fill(small_disk, leave_bytes=100_000), ballast.unlink, "No space left"
+    )
 
 
 def test_the_last_save_on_a_full_disk(vitra: Vitra, small_disk: Path) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE_S
-from tests.wheel import CHECKOUT, install, tracked_files
+from tests.wheel import CHECKOUT, install, run_to_end, tracked_files
 
 pytestmark = pytest.mark.slow
 
@@ -38,19 +36,7 @@ def test_the_quickstart_without_the_checkout(wheel: Path, tmp_path: Path) -> Non
     environ |= {"HOME": str(home), "PATH": f"{commands}:/usr/bin:/bin"}
 
     def run(*argv: str) -> str:
-        done = subprocess.run(
-            argv,
-            cwd=home,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"{argv}: {done.stdout}"
-        return done.stdout
+        return run_to_end(argv, environ=environ, cwd=home)
 
     python = "import json, sys, launcher, trainer\n"
     python += "print(json.dumps([launcher.__file__, trainer.__file__, *sys.path]))"

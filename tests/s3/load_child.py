@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.unit.store_helpers import manifest_of
 from trainer.checkpoint.codec import index_file, load_tensors, parse_index, save_tensors
 from trainer.store.checkpoints import CheckpointStore
-from trainer.store.manifest import CheckpointManifest, index_name, shard_name
+from trainer.store.manifest import index_name, shard_name
 from trainer.store.storage import open_storage
 
 #: 16 tensors of 32 MiB, a quarter of which lie in memory otherwise than in the file.
@@ -45,20 +46,7 @@ def save(store: CheckpointStore) -> None:
     assert written is not None
     index, entries = written
     index_entry = store.create_file(1, index_name(1), [json.dumps(index).encode()])
-    store.commit(
-        CheckpointManifest(
-            run_id=store.run_id,
-            step=1,
-            epoch=0,
-            samples_seen=1,
-            attempt=1,
-            world_size=1,
-            strategy="ddp",
-            spec_digest="0",
-            files=(*entries, index_entry),
-            created_at="2026-01-01T00:00:00Z",
-        )
-    )
+    store.commit(manifest_of(1, 1, (*entries, index_entry), store.run_id))
 
 
 def load(store: CheckpointStore) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Vitra, wait_until
-from tests.contract.live import LiveRun
+from tests.contract.live import LiveRun, runs_into_a_full_place
 from tests.s3.proxy import FaultyProxy
 from tests.s3.server import S3Server, weed_command
 from trainer.spec.errors import StorageError
@@ -73,27 +73,14 @@ def test_a_bucket_over_its_quota(s3: S3Server) -> None:
 
 
 def test_a_run_whose_bucket_is_full(vitra: Vitra, s3: S3Server, s3_uri: str) -> None:
-    """As on a full disk: one failure is a warning, the second in a row ends the run."""
     with FaultyProxy(s3.endpoint) as proxy:
+
+        def fill() -> None:
+            proxy.plan = lambda r: "full" if r.method in ("PUT", "POST") else None
+
+        def free() -> None:
+            proxy.plan = lambda _request: None
+
         vitra.environ = s3.environ(endpoint=proxy.endpoint)
         live = LiveRun(vitra, checkpoint__uri=f"{s3_uri}/{{run_id}}")
-        try:
-            live.wait_for_event("saved")
-            proxy.plan = lambda r: "full" if r.method in ("PUT", "POST") else None
-            assert live.ends() == 6
-            failed = live.status()
-            good = failed["last_checkpoint_step"]
-            vitra("checkpoints", live.run_id, "--verify")
-            proxy.plan = lambda _request: None
-            live.resume("-o", f"train.max_steps={good + 7}")
-            assert live.ends() == 0
-            status = live.status()
-        finally:
-            live.end()
-    assert (failed["state"], failed["attempts"][0]["verdict"]) == ("failed", "error")
-    assert "XMinioStorageFull" in failed["reason"]
-    assert [e["step"] for e in live.events("save_failed")] == [good + 5, good + 10]
-    assert all("XMinioStorageFull" in e["reason"] for e in live.events("save_failed"))
-    assert f"step {good + 5} was not saved" in vitra.terminal()
-    assert (status["state"], status["attempts"][1]["first_step"]) == ("completed", good + 1)
-    assert live.steps() == list(range(1, good + 8))
+        runs_into_a_full_place(live, fill, free, "XMinioStorageFull")
