@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.spec.rundir import write_atomic
+
 _HEADER = b":W&B"
 _HEADER_LENGTH = 7
 _BLOCK = 32768
@@ -28,6 +30,7 @@ class Journal:
         self._path = path
         self._offset = _HEADER_LENGTH
         self._highest = 0
+        self._names_run = False
 
     def highest_step(self) -> int:
         """The highest step that the file holds by now; 0 if there is none.
@@ -56,9 +59,29 @@ class Journal:
             except Exception:  # noqa: BLE001 - each implementation of protobuf has its own class
                 break
             self._offset = block_start + end
+            self._names_run = self._names_run or record.HasField("run")
             if record.HasField("history"):
                 self._highest = max(self._highest, int(record.history.step.num))
         return self._highest
+
+    def mend(self) -> None:
+        """Cut off the record that a killed writer left half-written; remove a file without any.
+
+        `wandb sync` gives up at a half record, and with it on all later files of the same run; at a
+        file that does not even name its run, on all files. Only for a file that nobody writes any
+        more. Raises OSError.
+        """
+        self.highest_step()
+        with self._path.open("rb") as file:
+            header = file.read(_HEADER_LENGTH)
+            if header[: len(_HEADER)] != _HEADER[: len(header)]:
+                return
+            whole = header + file.read(self._offset - _HEADER_LENGTH)
+            is_torn = bool(file.read(1))
+        if not self._names_run:
+            self._path.unlink()
+        elif is_torn:
+            write_atomic(self._path, whole)
 
     def sync(self) -> None:
         """Make what the file holds durable. Raises OSError."""

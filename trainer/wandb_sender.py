@@ -182,14 +182,22 @@ class Sender:
         return sent
 
     def _remembered(self) -> int:
-        """The highest step that wandb's files of this run hold, or have held."""
+        """The highest step that wandb's files of this run hold, or have held.
+
+        Those files are the earlier attempts', and what a kill has torn there is mended.
+        """
         try:
             step = int(json.loads(self._memory.read_bytes())["step"])
         except (OSError, ValueError, KeyError, TypeError):
             step = 0
         run_id = self._plan.run_id
         for path in self._directory.glob(f"*run-*-{run_id}*/run-{run_id}.wandb"):
-            step = max(step, Journal(path).highest_step())
+            journal = Journal(path)
+            try:
+                journal.mend()
+            except OSError as err:  # what it holds can be sent by hand all the same
+                sys.stderr.write(f"cannot mend {path}: {err.strerror}\n")
+            step = max(step, journal.highest_step())
         return step
 
     def _look(self, journal: Journal, remembered: int) -> int:

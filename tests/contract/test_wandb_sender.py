@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -153,6 +154,11 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
         }
 
 
+def offline_files(run_dir: RunDir) -> list[Path]:
+    """wandb's files of the run, oldest first."""
+    return sorted((run_dir.path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
 def offline_steps(run_dir: RunDir) -> list[int]:
     """The steps of all of wandb's files together, in the order of the files."""
     from wandb.proto import wandb_internal_pb2
@@ -160,7 +166,7 @@ def offline_steps(run_dir: RunDir) -> list[int]:
     from trainer.wandb_journal import records
 
     steps: list[int] = []
-    for path in sorted((run_dir.path / "wandb").glob("offline-run-*/run-*.wandb")):
+    for path in offline_files(run_dir):
         for _, content in records(path.read_bytes(), 7):
             record: Any = wandb_internal_pb2.Record()
             record.ParseFromString(content)
@@ -192,6 +198,38 @@ def test_offline_every_step_once_over_a_kill_and_a_rewind(
     third.train(36, 45)
     third.tracker.close(0)
     assert offline_steps(third.dir) == [41, 42, 43, 44, 45]
+
+
+@pytest.mark.slow
+def test_wandb_sync_sends_all_attempts_though_kills_tore_their_files(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """It gives up at a half record, and at a file that does not name its run."""
+    first = Rank(tmp_path, environ, mode="offline")
+    first.train(1, 10)
+    wait_until(lambda: first.remembered() == 10, "ten steps in wandb's file")
+    first.kill()
+    (begun,) = offline_files(first.dir)
+    with begun.open("ab") as file:
+        file.write(bytes(4) + (100).to_bytes(2, "little") + b"\x01" + b"half a record")
+    second = Rank(tmp_path, environ, mode="offline", attempt=2, resume_step=10)
+    wait_until(lambda: len(offline_files(second.dir)) == 2, "another file")
+    second.kill()
+    os.truncate(offline_files(second.dir)[-1], 7)
+    third = Rank(tmp_path, environ, mode="offline", attempt=3, resume_step=10)
+    third.train(11, 20)
+    third.tracker.close(0)
+    with wandb_server() as server:
+        directories = sorted((third.dir.path / "wandb").glob("offline-run-*"))
+        subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", *directories],
+            env={**environ, "WANDB_BASE_URL": server.url},
+            cwd=tmp_path,  # where it leaves its logs
+            check=True,
+            timeout=120,
+            stdout=subprocess.DEVNULL,
+        )
+        assert server.runs[third.dir.path.name].steps() == list(range(1, 21))
 
 
 @pytest.mark.slow

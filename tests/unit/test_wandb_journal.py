@@ -94,7 +94,27 @@ def test_torn_at_any_byte_it_holds_what_is_whole(tmp_path: Path) -> None:
             assert Journal(path).highest_step() == expected, (size, tail)
 
 
-def test_a_file_in_another_form_holds_nothing(tmp_path: Path) -> None:
+def test_mended_it_ends_with_a_whole_record(tmp_path: Path) -> None:
+    data = framed([other(), row(1), row(2, 40_000)])
+    ends = [end for end, _ in records(data, len(_HEADER))]
     path = tmp_path / "run-r.wandb"
-    path.write_bytes(b"XXXX" + framed([row(5)])[4:])
-    assert Journal(path).highest_step() == 0
+    for size in [*range(ends[1] + 9), *range(ends[1] + 9, len(data), 997), len(data)]:
+        path.write_bytes(data[:size])
+        journal = Journal(path)
+        journal.mend()
+        whole = [end for end in ends if end <= size]
+        if whole:
+            assert path.read_bytes() == data[: whole[-1]], size
+            assert journal.highest_step() == len(whole) - 1
+        else:
+            assert not path.exists(), "it does not say whose it is"
+
+
+def test_a_file_in_another_form_holds_nothing_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run-r.wandb"
+    content = b"XXXX" + framed([row(5)])[4:]
+    path.write_bytes(content)
+    journal = Journal(path)
+    assert journal.highest_step() == 0
+    journal.mend()
+    assert path.read_bytes() == content
