@@ -168,6 +168,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalStorage, Che
     return LocalStorage(root), committed(root)
 
 
+@pytest.mark.slow
 def test_shards_of_four_ranks_become_whole(
     sharded: tuple[LocalStorage, CheckpointRef], tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def test_shards_of_four_ranks_become_whole(
             assert entry["data_offsets"][0] % found[name].itemsize == 0, name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_deleted_meanwhile(
     sharded: tuple[LocalStorage, CheckpointRef], tmp_path: Path
 ) -> None:

@@ -202,6 +202,7 @@ def test_a_resume_on_another_world_trains_the_same(tmp_path: Path) -> None:
 # -- Recomputed activations --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recomputation_changes_neither_losses_nor_names(tmp_path: Path) -> None:
     dropout = {"model": {"options": {**planned(1).spec.model.options, "dropout": 0.2}}}
     runs = []
@@ -229,6 +230,7 @@ def spoiled(how: str, step: int, rank: int, world: int) -> dict[str, Any]:
     return {"data": {"kind": "dist_components:spoiled", "options": options}}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_every_rank_before_anything_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
