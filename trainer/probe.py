@@ -17,13 +17,12 @@ from trainer.checks import check_initialization, check_training, trial_batch
 from trainer.components import BUILT_IN_DATA, BUILT_IN_MODELS, Dataset
 from trainer.data.keyed import SampleRandom
 from trainer.data.loader import reseed
+from trainer.factories import build_data, build_model, empty_model
 from trainer.snapshot import imported
 from trainer.spec.errors import UsageError, VitraError
-from trainer.spec.run import RunSpec
+from trainer.spec.run import RunSpec, is_sharded
 from trainer.spec.snapshot import is_installed
-from trainer.strategies.build import is_sharded
 from trainer.strategies.units import shard_units
-from trainer.worker import build_data, build_model, empty_model
 
 _LONGEST_MESSAGE = 500
 #: Larger models are not tried out: a submit host may have little memory.

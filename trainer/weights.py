@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.data.keyed import keyed_generator
 
@@ -48,6 +47,9 @@ def copy_whole(target: Tensor, whole: Tensor) -> None:
 
     Every rank passes the same `whole`; nothing is communicated.
     """
+    # Half a second to load, and whoever has sharded a tensor has loaded it.
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if isinstance(target, DTensor):
         whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(whole)

@@ -14,18 +14,10 @@ import torch.distributed as dist
 from trainer.agree import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.initial import load_initial_weights
-from trainer.checks import check_dataset, check_factory, check_model
-from trainer.components import (
-    BUILT_IN_DATA,
-    BUILT_IN_MODELS,
-    Dataset,
-    DrawsPerSample,
-    Evaluates,
-    ModelContext,
-    resolve,
-)
+from trainer.components import Dataset, DrawsPerSample, Evaluates
 from trainer.context import TrainContext
 from trainer.data.loader import RankLoader
+from trainer.factories import build_data, build_model, empty_model
 from trainer.loop import LoopEnd
 from trainer.metrics import VLAMetrics
 from trainer.records import RunRecords
@@ -35,16 +27,15 @@ from trainer.spec.outcome import EXIT_SAVED
 from trainer.spec.plan import Plan
 from trainer.spec.pulse import Phase, patience_s
 from trainer.spec.ranks import RankInfo
-from trainer.spec.run import RunSpec
+from trainer.spec.run import is_sharded
 from trainer.spec.rundir import RunDir
 from trainer.spec.snapshot import Snapshot
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.store.checkpoints import CheckpointStore
-from trainer.strategies.build import get_train_strategy, is_sharded
+from trainer.strategies.build import get_train_strategy
 from trainer.tracking import start_tracker
 from trainer.watchdog import Pulse
-from trainer.weights import materialize
 
 log = logging.getLogger(__name__)
 
@@ -157,44 +148,6 @@ def run(
     agree.barrier()
     pulse.reached(Phase.DONE, state.step)
     return 0
-
-
-def build_data(spec: RunSpec) -> Dataset:
-    """Open the data set that the spec names.
-
-    Raises:
-        UsageError: its kind cannot be imported, or gives no data set.
-        DataError: it cannot be read, or is empty.
-    """
-    factory = resolve(spec.data.kind, BUILT_IN_DATA, "data.kind")
-    check_factory("data.kind", spec.data.kind, factory, ("options", "seed"))
-    data: Dataset = factory(spec.data.options, spec.seed)
-    check_dataset(spec.data.kind, data)
-    if len(data) < 1:
-        raise DataError(f"data: {spec.data.kind} has no samples to train on")
-    return data
-
-
-def empty_model(spec: RunSpec, data: Dataset) -> Any:
-    """The model on the meta device: options and shapes are checked, and nothing is allocated.
-
-    Raises:
-        UsageError: its kind cannot be imported, gives no model, or does not go with the data.
-    """
-    factory = resolve(spec.model.kind, BUILT_IN_MODELS, "model.kind")
-    check_factory("model.kind", spec.model.kind, factory, ("options", "context"))
-    context = ModelContext(data.meta, spec.train.repeated_diffusion_steps)
-    with torch.device("meta"):
-        model = factory(spec.model.options, context)
-    check_model(spec.model.kind, model)
-    return model
-
-
-def build_model(spec: RunSpec, data: Dataset, device: torch.device) -> Any:
-    """The model with its initial weights, the same at every world size and strategy."""
-    model = empty_model(spec, data)
-    materialize(model, spec.seed, device)
-    return model
 
 
 def _check_world(plan: Plan, ranks: RankInfo) -> None:

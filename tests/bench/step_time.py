@@ -26,10 +26,10 @@ from launcher.planner import plan
 from launcher.schedulers.local import free_port
 from trainer.components import Batch
 from trainer.data.loader import RankLoader
-from trainer.spec.run import RunSpec
+from trainer.factories import build_data, build_model, empty_model
+from trainer.spec.run import RunSpec, is_sharded
 from trainer.strategies.base import TrainingStrategy
-from trainer.strategies.build import get_train_strategy, is_sharded
-from trainer.worker import build_data, build_model, empty_model
+from trainer.strategies.build import get_train_strategy
 
 MICRO_BATCHES = 4
 _MODEL = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from launcher.load import load_spec
 from tests.conftest import run_python, tiny_spec, vitra_command
 
 #: The frugal ones first, since one interpreter runs them all: what is not there after a command
@@ -57,6 +59,19 @@ def test_the_sender_to_a_tracker_loads_no_torch() -> None:
     loaded = run_python("import sys, trainer.wandb_sender\nprint(*sys.modules)").split()
     assert "trainer.wandb_sender" in loaded
     assert not {"torch", "numpy"} & {*loaded}
+
+
+def test_the_probe_loads_no_more_of_torch_than_it_needs(tmp_path: Path) -> None:
+    """Whoever submits waits for it; sharded tensors and what plans checkpoints take a second."""
+    (tmp_path / "spec.yaml").write_text(tiny_spec())
+    spec = load_spec(tmp_path / "spec.yaml", [], environ={}).spec.model_dump_json().encode()
+    said = run_python(
+        "import sys; from trainer.probe import probe\n"
+        f"assert probe({spec!r}, sys.stderr) == 0\nprint(*sys.modules)"
+    )
+    loaded = set(said.split())
+    assert "torch" in loaded, said
+    assert not loaded & {"sympy", "torch._dynamo", "torch.distributed.tensor"}
 
 
 def test_the_shared_contract_loads_neither_torch_nor_the_rest() -> None:

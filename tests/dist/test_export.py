@@ -27,7 +27,7 @@ from trainer.store.checkpoints import CheckpointRef, file_path
 from trainer.store.manifest import CheckpointManifest, Digest, FileEntry
 from trainer.store.storage import LocalStorage
 from trainer.strategies.build import get_train_strategy
-from trainer.worker import build_data, build_model
+from trainer.factories import build_data, build_model
 
 pytestmark = pytest.mark.timeout(120)
 

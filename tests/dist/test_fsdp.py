@@ -21,7 +21,7 @@ from trainer.strategies.build import get_train_strategy
 from trainer.strategies.fsdp import FSDPFullStrategy
 from trainer.strategies.units import shard_units
 from trainer.weights import author_name, materialize
-from trainer.worker import build_data, build_model, empty_model
+from trainer.factories import build_data, build_model, empty_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

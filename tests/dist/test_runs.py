@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.data.keyed import SampleRandom
 from trainer.data.order import SampleOrder
-from trainer.worker import build_data, build_model
+from trainer.factories import build_data, build_model
 
 pytestmark = pytest.mark.timeout(180)
 

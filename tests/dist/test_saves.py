@@ -19,7 +19,7 @@ from trainer.checkpoint.initial import load_initial_weights
 from trainer.spec.errors import CorruptCheckpoint, IncompatibleCheckpoint, NotFound
 from trainer.store.checkpoints import CheckpointStore
 from trainer.store.storage import open_storage
-from trainer.worker import build_data, build_model
+from trainer.factories import build_data, build_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

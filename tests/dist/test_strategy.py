@@ -44,11 +44,12 @@ from trainer.store.checkpoints import CheckpointStore
 from trainer.store.manifest import MANIFEST_NAME, CheckpointManifest, Digest, FileEntry
 from trainer.store.storage import open_storage
 from trainer.strategies.base import TrainingStrategy
-from trainer.strategies.build import get_train_strategy, is_sharded
+from trainer.spec.run import is_sharded
+from trainer.strategies.build import get_train_strategy
 from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.fsdp import FSDPFullStrategy, FSDPGradStrategy
 from trainer.watchdog import Pulse
-from trainer.worker import build_data, build_model, empty_model
+from trainer.factories import build_data, build_model, empty_model
 
 pytestmark = pytest.mark.timeout(120)
 

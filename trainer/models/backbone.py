@@ -91,7 +91,10 @@ class Backbone(nn.Module):
         patches = -(-height // PATCH) * -(-width // PATCH)
         self.stem = VisionStem(dim)
         self.patch_position = nn.Parameter(torch.empty(patches, dim))
-        self.word_embedding = nn.Embedding(vocabulary, dim)
+        # Without values of its own: to draw them on the meta device would load torch's compiler.
+        self.word_embedding = nn.Embedding.from_pretrained(
+            torch.empty(vocabulary, dim), freeze=False
+        )
         self.word_position = nn.Parameter(torch.empty(max_words, dim))
         self.state = nn.Linear(state_dim, dim)
         self.cognition_token = nn.Parameter(torch.empty(1, dim))

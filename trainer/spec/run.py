@@ -243,6 +243,11 @@ class TrainSpec(SpecModel):
         return freeze_steps
 
 
+def is_sharded(strategy: str) -> bool:
+    """Whether it takes its model on the meta device, and each rank fills a part of it."""
+    return strategy != "ddp"
+
+
 def _check_storage_options(value: dict[str, Any]) -> dict[str, Any]:
     refuse_all(data_faults(value, secrets=True))
     return value

@@ -9,18 +9,13 @@ from trainer.spec.errors import UsageError
 from trainer.spec.run import STRATEGY_ALIASES
 from trainer.strategies.base import TrainingStrategy, known_arguments
 from trainer.strategies.ddp import DDPStrategy
-from trainer.strategies.fsdp import FSDPFullStrategy, FSDPGradStrategy, FSDPStrategy
+from trainer.strategies.fsdp import FSDPFullStrategy, FSDPGradStrategy
 
 STRATEGIES: dict[str, type[TrainingStrategy]] = {
     "ddp": DDPStrategy,
     "fsdp-grad": FSDPGradStrategy,
     "fsdp-full": FSDPFullStrategy,
 }
-
-
-def is_sharded(train_strategy: str) -> bool:
-    """Whether a strategy takes its model on the meta device and fills it shard by shard."""
-    return issubclass(STRATEGIES[train_strategy], FSDPStrategy)
 
 
 def get_train_strategy(train_strategy: str, **arguments: Any) -> TrainingStrategy:
