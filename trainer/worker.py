@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -107,6 +108,9 @@ def run(
     strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
     strategy.run_setup(run_dir.path, len(data))
     keep += [group, checkpoints, strategy]
+    # All of torch that training needs is loaded now, and no garbage: from here on it is collected.
+    gc.freeze()
+    gc.enable()
 
     checkpoints.restore(strategy, state)
     start = plan.spec.checkpoint
