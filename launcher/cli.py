@@ -137,10 +137,7 @@ def submit(
     from datetime import datetime
 
     from launcher.container import refuse_container_here
-    from launcher.lock import RunLock
-    from launcher.slurm import Slurm
-    from launcher.submission import submit_slurm
-    from launcher.submit import draft, script, submit_local
+    from launcher.drafting import draft, script
 
     drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     if local:
@@ -148,6 +145,12 @@ def submit(
     if dry_run:
         _show_dry_run(drafted.plan, None if local else script(drafted), as_json=json_)
         return
+
+    from launcher.lock import RunLock
+    from launcher.slurm import Slurm
+    from launcher.submission import submit_slurm
+    from launcher.submit import submit_local
+
     now = datetime.now().astimezone()
     if not local:
         run_dir, job_id = submit_slurm(
@@ -170,9 +173,9 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Show the plan alone: world size, batch, steps."""
+    from launcher.drafting import draft
     from launcher.planner import public_view
     from launcher.show import plan_lines, profile_lines
-    from launcher.submit import draft
 
     drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     if json_:
@@ -289,9 +292,9 @@ def doctor(
 ) -> None:
     """Is this machine, its cluster and its storage ready: every finding with its fix."""
     from launcher import doctor as examination
+    from launcher.drafting import draft
     from launcher.registry import choose_run_root
     from launcher.slurm import Slurm
-    from launcher.submit import draft
 
     drafted = (
         None
