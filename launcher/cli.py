@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from launcher.complete import complete_override, complete_run, complete_template
+from launcher.help import HelpfulCommand, HelpfulGroup
 
 if TYPE_CHECKING:
     from launcher.outcomes import Ending
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vitra",
+    cls=HelpfulGroup,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -117,7 +120,7 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def submit(
     spec: SpecPath,
     override: Overrides = None,
@@ -164,7 +167,7 @@ def submit(
         _supervise(run_dir)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def plan(
     spec: SpecPath,
     override: Overrides = None,
@@ -184,7 +187,7 @@ def plan(
         _print_folded([*plan_lines(drafted.plan), *profile_lines(drafted.loaded)])
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def resume(
     run: RunName,
     override: Overrides = None,
@@ -227,7 +230,7 @@ def resume(
             _supervise(run_dir)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Look once and end, as for cron; else every so often.")
@@ -261,7 +264,7 @@ def watch(
         time.sleep(interval_s)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
     """Show one run in full: state, attempts and their verdicts, newest checkpoint."""
     from launcher.registry import read_record
@@ -279,7 +282,7 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
         _print_folded([*status_lines(facts), *loss_lines(run_dir, width=_plot_width())])
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def doctor(
     spec: Annotated[
         Path | None,
@@ -312,7 +315,7 @@ def doctor(
     sys.exit(examination.first_exit_code(findings))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def ps(
     all_: Annotated[
         bool, typer.Option("--all", "-a", help="All runs, not only the newest 20.")
@@ -338,18 +341,19 @@ def ps(
         _say("older runs: --all")
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def logs(
     run: RunName,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Go on with what comes, until the run is over.")
     ] = False,
     rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")
+        list[int] | None,
+        typer.Option("--rank", min=0, metavar="N", help="Only this rank; may be repeated."),
     ] = None,
     attempt: Annotated[
         list[int] | None,
-        typer.Option("--attempt", min=1, help="Only this attempt; may be repeated."),
+        typer.Option("--attempt", min=1, metavar="N", help="Only this attempt; may be repeated."),
     ] = None,
     supervisor: Annotated[
         bool, typer.Option("--supervisor", help="Also what the supervisor noted.")
@@ -385,7 +389,7 @@ def logs(
         sys.stdout.flush()
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def cancel(
     run: RunName,
     wait_s: Annotated[
@@ -407,7 +411,7 @@ def cancel(
         _print_folded(cancel_lines(facts, as_argument(run_dir, os.environ)))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def checkpoints(
     place: Place,
     verify: Annotated[
@@ -452,7 +456,7 @@ def checkpoints(
         sys.exit(6)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def export(
     place: Place,
     to: Annotated[
@@ -480,7 +484,7 @@ def export(
         _print_lines(export_lines(facts))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def init(
     path: Annotated[
         str,
@@ -522,7 +526,7 @@ def init(
             )
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def schema(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print every key as a document to read instead.")

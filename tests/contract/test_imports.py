@@ -11,7 +11,7 @@ from tests.conftest import run_python, tiny_spec, vitra_command
 #: The frugal ones first, since one interpreter runs them all: what is not there after a command
 #: has been loaded by none of those before it either.
 TORCH_FREE = {
-    "help": (["--help"], {"torch", "pydantic", "submitit", "wandb", "numpy", "fsspec"}),
+    "help": (["--help"], {"torch", "pydantic", "submitit", "wandb", "numpy", "fsspec", "rich"}),
     "schema": (["schema"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
     "init": (["init", "--list"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
     "ps": (["ps"], {"torch", "s3fs", "wandb", "submitit", "numpy", "fsspec", "yaml"}),
