@@ -1,8 +1,11 @@
-"""The command line: parses, calls, prints. No logic, and nothing heavy imported before its time."""
+"""The command line: parses, calls, prints. No logic, and nothing heavy imported before its time.
 
-from __future__ import annotations
+Annotations are evaluated as they stand, once: as text, typer would compile each at every start.
+"""
 
+import atexit
 import errno
+import gc
 import json
 import os
 import signal
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from launcher.complete import complete_override, complete_run, complete_template
+from launcher.help import HelpfulCommand, HelpfulGroup
 
 if TYPE_CHECKING:
     from launcher.outcomes import Ending
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vitra",
+    cls=HelpfulGroup,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -81,6 +87,10 @@ def main() -> NoReturn:
     """The `vitra` command. Prints an error as one line and exits with its class's code."""
     from trainer.spec.errors import VitraError
 
+    # What a start makes stays, so that looking through it for garbage again and again, and once
+    # more at the end, is in vain: a tenth of the time of a command that only shows something.
+    gc.set_threshold(50_000)
+    atexit.register(gc.freeze)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
@@ -117,7 +127,7 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def submit(
     spec: SpecPath,
     override: Overrides = None,
@@ -137,10 +147,7 @@ def submit(
     from datetime import datetime
 
     from launcher.container import refuse_container_here
-    from launcher.lock import RunLock
-    from launcher.slurm import Slurm
-    from launcher.submission import submit_slurm
-    from launcher.submit import draft, script, submit_local
+    from launcher.drafting import draft, script
 
     drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     if local:
@@ -148,6 +155,12 @@ def submit(
     if dry_run:
         _show_dry_run(drafted.plan, None if local else script(drafted), as_json=json_)
         return
+
+    from launcher.lock import RunLock
+    from launcher.slurm import Slurm
+    from launcher.submission import submit_slurm
+    from launcher.submit import submit_local
+
     now = datetime.now().astimezone()
     if not local:
         run_dir, job_id = submit_slurm(
@@ -161,7 +174,7 @@ def submit(
         _supervise(run_dir)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def plan(
     spec: SpecPath,
     override: Overrides = None,
@@ -170,9 +183,9 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Show the plan alone: world size, batch, steps."""
+    from launcher.drafting import draft
     from launcher.planner import public_view
     from launcher.show import plan_lines, profile_lines
-    from launcher.submit import draft
 
     drafted = draft(spec, override or [], run_root=run_root, environ=os.environ, profile=profile)
     if json_:
@@ -181,7 +194,7 @@ def plan(
         _print_folded([*plan_lines(drafted.plan), *profile_lines(drafted.loaded)])
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def resume(
     run: RunName,
     override: Overrides = None,
@@ -224,7 +237,7 @@ def resume(
             _supervise(run_dir)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Look once and end, as for cron; else every so often.")
@@ -258,7 +271,7 @@ def watch(
         time.sleep(interval_s)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
     """Show one run in full: state, attempts and their verdicts, newest checkpoint."""
     from launcher.registry import read_record
@@ -276,7 +289,7 @@ def status(run: RunName, run_root: RunRoot = None, json_: Json = False) -> None:
         _print_folded([*status_lines(facts), *loss_lines(run_dir, width=_plot_width())])
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def doctor(
     spec: Annotated[
         Path | None,
@@ -289,9 +302,9 @@ def doctor(
 ) -> None:
     """Is this machine, its cluster and its storage ready: every finding with its fix."""
     from launcher import doctor as examination
+    from launcher.drafting import draft
     from launcher.registry import choose_run_root
     from launcher.slurm import Slurm
-    from launcher.submit import draft
 
     drafted = (
         None
@@ -309,7 +322,7 @@ def doctor(
     sys.exit(examination.first_exit_code(findings))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def ps(
     all_: Annotated[
         bool, typer.Option("--all", "-a", help="All runs, not only the newest 20.")
@@ -335,18 +348,19 @@ def ps(
         _say("older runs: --all")
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def logs(
     run: RunName,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Go on with what comes, until the run is over.")
     ] = False,
     rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Only this rank; may be repeated.")
+        list[int] | None,
+        typer.Option("--rank", min=0, metavar="N", help="Only this rank; may be repeated."),
     ] = None,
     attempt: Annotated[
         list[int] | None,
-        typer.Option("--attempt", min=1, help="Only this attempt; may be repeated."),
+        typer.Option("--attempt", min=1, metavar="N", help="Only this attempt; may be repeated."),
     ] = None,
     supervisor: Annotated[
         bool, typer.Option("--supervisor", help="Also what the supervisor noted.")
@@ -382,7 +396,7 @@ def logs(
         sys.stdout.flush()
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def cancel(
     run: RunName,
     wait_s: Annotated[
@@ -404,7 +418,7 @@ def cancel(
         _print_folded(cancel_lines(facts, as_argument(run_dir, os.environ)))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def checkpoints(
     place: Place,
     verify: Annotated[
@@ -449,7 +463,7 @@ def checkpoints(
         sys.exit(6)
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def export(
     place: Place,
     to: Annotated[
@@ -477,7 +491,7 @@ def export(
         _print_lines(export_lines(facts))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def init(
     path: Annotated[
         str,
@@ -519,7 +533,7 @@ def init(
             )
 
 
-@app.command()
+@app.command(cls=HelpfulCommand)
 def schema(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print every key as a document to read instead.")
@@ -543,13 +557,13 @@ def schema(
     _print_json(run_spec_schema())
 
 
-def _find(run: str, run_root: str | None) -> RunDir:
+def _find(run: str, run_root: str | None) -> "RunDir":
     from launcher.registry import choose_run_root, find_run
 
     return find_run(run, choose_run_root(run_root, None, os.environ))
 
 
-def _show_dry_run(planned: Plan, script: str | None, *, as_json: bool) -> None:
+def _show_dry_run(planned: "Plan", script: str | None, *, as_json: bool) -> None:
     from launcher.planner import public_view
     from launcher.show import local_lines, plan_lines
 
@@ -561,14 +575,14 @@ def _show_dry_run(planned: Plan, script: str | None, *, as_json: bool) -> None:
         _print_lines([*plan_lines(planned), "", *script.splitlines()])
 
 
-def _announce(run_dir: RunDir, *, as_json: bool) -> None:
+def _announce(run_dir: "RunDir", *, as_json: bool) -> None:
     if as_json:
         _print_json({"run_id": run_dir.path.name, "run_dir": str(run_dir.path), "job_id": None})
     else:
         _say(f"run {run_dir.path.name} in {run_dir.path}")
 
 
-def _announce_job(run_dir: RunDir, job_id: str | None, *, wait: bool, as_json: bool) -> None:
+def _announce_job(run_dir: "RunDir", job_id: str | None, *, wait: bool, as_json: bool) -> None:
     """Say which job a run is, or None: that nothing is left to do; and with `wait` follow it."""
     from launcher.registry import as_argument
     from launcher.wording import next_lines
@@ -592,7 +606,7 @@ def _announce_job(run_dir: RunDir, job_id: str | None, *, wait: bool, as_json: b
         _follow(run_dir, job_id)
 
 
-def _follow(run_dir: RunDir, job_id: str) -> NoReturn:
+def _follow(run_dir: "RunDir", job_id: str) -> NoReturn:
     """Show how a run on Slurm goes, and exit with what came of it."""
     from launcher.follow import exit_code, follow_run
     from launcher.progress import follow
@@ -614,7 +628,7 @@ def _follow(run_dir: RunDir, job_id: str) -> NoReturn:
     sys.exit(exit_code(ending))
 
 
-def _supervise(run_dir: RunDir) -> NoReturn:
+def _supervise(run_dir: "RunDir") -> NoReturn:
     """Run here to the end, and exit with what came of it. The caller holds the run's lock."""
     from launcher.job import Supervisor
     from launcher.progress import follow
@@ -633,7 +647,7 @@ def _supervise(run_dir: RunDir) -> NoReturn:
     sys.exit(_exit_code(ending))
 
 
-def _exit_code(ending: Ending) -> int:
+def _exit_code(ending: "Ending") -> int:
     from trainer.spec.errors import CheckpointError
     from trainer.spec.outcome import RunState
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from launcher.environment import rank_environment
-from launcher.snapshot import has_own_vitra
 from trainer.spec.container import SYSTEM_DIRECTORIES, ContainerSpec, Mount, mount_path_problem
 from trainer.spec.errors import UsageError
 from trainer.spec.plan import Plan
@@ -57,6 +55,8 @@ def check_container(plan: Plan, working_dir: Path) -> None:
 
 def check_resume_inside(plan: Plan, run_dir: RunDir, working_dir: Path) -> None:
     """Raises UsageError if a run that there is already cannot go on in its plan's container."""
+    from launcher.snapshot import has_own_vitra
+
     check_container(plan, working_dir)
     if container_of(plan.spec) is not None and not has_own_vitra(run_dir.code):
         raise UsageError(
@@ -188,6 +188,8 @@ def container_command(
 
 def _insisted_on(plan: Plan, run_dir: RunDir, inside: Mapping[str, str]) -> list[str]:
     """The variables that must reach a rank even where its image sets others, in order."""
+    from launcher.environment import rank_environment
+
     ours = rank_environment({}, plan, run_dir, 0)
     names = {name for name in ours if not name.startswith("VITRA_")}
     names |= {"PYTHONPATH", "PYTHONNOUSERSITE", *plan.spec.resources.env}

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher.ask import ask_trainer
+from launcher.drafting import Draft
 from launcher.environment import component_environment
 from launcher.feasible import check_feasible, measured_save_s
 from launcher.registry import find_run
 from launcher.request import build_request
 from launcher.schedulers.ports import free_port
 from launcher.slurm import Slurm
-from launcher.submit import Draft, refuse_place
+from launcher.submit import refuse_place
 from trainer.spec.errors import (
     SchedulerError,
     SchedulerRejected,

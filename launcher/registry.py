@@ -33,7 +33,7 @@ class RunRecord(BaseModel):
     `working_dir` is the directory that the run was submitted from, where its ranks run as well.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     version: int = 1
     run_id: str

@@ -37,7 +37,7 @@ class SubmitRequest(BaseModel):
     the `setup` lines, which are the only text here that a shell interprets.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     run_id: str
     run_dir: str

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.load import LoadedSpec
-from launcher.outcomes import Ending
-from launcher.pace import trend
 from launcher.wording import clock_time, next_lines, size_text
-from trainer.spec.outcome import RunState
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, read_lines
+
+if TYPE_CHECKING:
+    from launcher.outcomes import Ending
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -97,6 +97,8 @@ def status_lines(facts: dict[str, Any]) -> list[str]:
 
 def loss_lines(run_dir: RunDir, *, width: int) -> list[str]:
     """How the loss has fallen, as a line of at most `width` characters; 0: in numbers alone."""
+    from launcher.pace import trend
+
     losses = [float(record["loss"]) for record in read_lines(run_dir.metrics)]
     if len(losses) < 2:
         return []
@@ -164,6 +166,8 @@ def ending_lines(run_dir: RunDir, ending: Ending, run: str) -> list[str]:
 
     `run` is what to type for RUN.
     """
+    from trainer.spec.outcome import RunState
+
     lines = [f"{ending.state}: {ending.reason}"]
     resume = (f"vitra resume {run}", "goes on exactly where it was")
     status = (f"vitra status {run}", "what happened, attempt by attempt")

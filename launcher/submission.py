@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launcher.container import check_resume_inside, refuse_container_here
+from launcher.drafting import Draft
 from launcher.feasible import check_feasible, measured_save_s
 from launcher.jobs import effective
 from launcher.lock import RunLock
@@ -21,7 +22,7 @@ from launcher.schedulers.sbatch import Unclear, queue
 from launcher.slurm import Slurm
 from launcher.standing import JobBook, scheduler_of, standing
 from launcher.status import Standing, is_finished, local_standing
-from launcher.submit import Draft, fill, new_run, refuse_later_parts
+from launcher.submit import fill, new_run, refuse_later_parts
 from trainer.spec.errors import SchedulerRejected, SchedulerUnavailable, StorageError, UsageError
 from trainer.spec.plan import Plan
 from trainer.spec.rundir import RunDir, append_event, read_lines, write_atomic

@@ -1,4 +1,4 @@
-"""From a spec file to a submitted run."""
+"""From a draft to a submitted run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.ask import ask_trainer
-from launcher.container import check_container, container_of
+from launcher.container import container_of
+from launcher.drafting import Draft, plan_in
 from launcher.environment import component_environment, importing
-from launcher.load import LoadedSpec, dump_overrides, load_spec
-from launcher.planner import check_samples, plan
-from launcher.profiles import find_profiles, keep_profiles
+from launcher.load import dump_overrides
+from launcher.planner import check_samples
+from launcher.profiles import keep_profiles
 from launcher.registry import (
-    DRY_RUN_SUFFIX,
     RunRecord,
     absolute,
-    choose_run_root,
     new_run_id,
     user_name,
 )
-from launcher.request import build_request, render
 from launcher.snapshot import Seen, place_vitra, take_snapshot, user_path
 from trainer.spec import errors
 from trainer.spec.plan import Plan
@@ -42,43 +40,6 @@ if TYPE_CHECKING:
 _PLACE_PATIENCE_S = 8.0
 #: Opening a large data set over a slow file system takes its time; hanging for ever is no option.
 _PROBE_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A spec with its plan, before anything is written. The run id ends in DRYRUN."""
-
-    loaded: LoadedSpec
-    plan: Plan
-    run_root: Path
-
-
-def draft(
-    spec_path: Path,
-    overrides: Sequence[str],
-    *,
-    run_root: str | None,
-    environ: Mapping[str, str],
-    profile: str | None = None,
-) -> Draft:
-    """Load and plan; touches nothing.
-
-    Raises:
-        SpecError, PlanError: the spec is refused.
-        UsageError: there is no such profile, or the container that it asks for cannot be given what
-            the ranks need.
-    """
-    profiles = [] if profile is None else find_profiles(profile, environ)
-    loaded = load_spec(spec_path, overrides, environ=environ, profiles=profiles)
-    root = choose_run_root(run_root, loaded.spec.run_root, environ)
-    planned = _plan_in(loaded, root, f"{loaded.spec.name}-{DRY_RUN_SUFFIX}")
-    check_container(planned, absolute("."))
-    return Draft(loaded, planned, root)
-
-
-def script(draft_: Draft) -> str:
-    """The batch script that submit sends, byte for byte."""
-    return render(build_request(draft_.plan, python=sys.executable))
 
 
 def refuse_later_parts(checked: Plan) -> None:
@@ -181,7 +142,7 @@ def fill(
         VitraError: the run is refused. OSError: something cannot be written.
     """
     loaded = draft_.loaded
-    planned = _plan_in(loaded, draft_.run_root, run_dir.path.name)
+    planned = plan_in(loaded, draft_.run_root, run_dir.path.name)
     store = _store_of(planned)
     refuse_place(planned)
     _refuse_source(loaded.spec)
@@ -268,12 +229,6 @@ def _store_of(planned: Plan) -> CheckpointStore:
     from trainer.store.checkpoints import CheckpointStore
 
     return CheckpointStore.of_plan(planned, patience_s=_PLACE_PATIENCE_S)
-
-
-def _plan_in(loaded: LoadedSpec, run_root: Path, run_id: str) -> Plan:
-    return plan(
-        loaded.spec, run_id=run_id, run_dir=str(run_root / run_id), base_dir=str(absolute("."))
-    )
 
 
 def _make_root(run_root: Path) -> list[Path]:

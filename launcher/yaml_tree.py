@@ -39,7 +39,7 @@ _NAN = re.compile(r"\.(nan|NaN|NAN)")
 # comment) there and 1.2 does not, so that two readers would see two different files. So is a byte
 # order mark in mid-file: nobody sees it, and a key that it is glued to is another key.
 _UNREADABLE = re.compile(
-    "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_END = re.compile(r"\r\n|\r|\n")

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from launcher.drafting import draft
 from launcher.hang import Limits
 from launcher.job import Supervisor
 from launcher.lock import RunLock
 from launcher.outcomes import Ending
 from launcher.progress import follow
 from launcher.schedulers.local import LocalLauncher, Terminal
-from launcher.submit import draft, submit_local
+from launcher.submit import submit_local
 from tests.conftest import Vitra, tiny_spec, wait_until
 from tests.contract.live import LiveRun
 from trainer.spec.rundir import RunDir, read_lines

@@ -13,7 +13,10 @@ from tests.conftest import run_python, tiny_spec, vitra_command
 #: The frugal ones first, since one interpreter runs them all: what is not there after a command
 #: has been loaded by none of those before it either.
 TORCH_FREE = {
-    "help": (["--help"], {"torch", "pydantic", "submitit", "wandb", "numpy", "fsspec"}),
+    "help": (
+        ["--help"],
+        {"torch", "pydantic", "submitit", "wandb", "numpy", "fsspec", "yaml", "rich"},
+    ),
     "schema": (["schema"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
     "init": (["init", "--list"], {"torch", "s3fs", "wandb", "submitit", "numpy", "yaml"}),
     "ps": (["ps"], {"torch", "s3fs", "wandb", "submitit", "numpy", "fsspec", "yaml"}),
@@ -52,6 +55,39 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 def test_command_loads_no_more_than_it_needs(loaded: dict[str, set[str]], command: str) -> None:
     assert "launcher" in loaded[command]
     assert not loaded[command] & TORCH_FREE[command][1]
+
+
+#: What a plan takes of ours. Another one has to be worth its time.
+PLAN_NEEDS = {
+    *("launcher", "launcher.cli", "launcher.complete", "launcher.container", "launcher.drafting"),
+    *("launcher.equation", "launcher.fixes", "launcher.help", "launcher.load", "launcher.planner"),
+    *("launcher.profiles", "launcher.progress", "launcher.registry", "launcher.show"),
+    *("launcher.wording", "launcher.yaml_tree", "trainer", "trainer.spec"),
+    *("trainer.spec.container", "trainer.spec.errors", "trainer.spec.fields"),
+    *("trainer.spec.options", "trainer.spec.plan", "trainer.spec.ranks", "trainer.spec.run"),
+    *("trainer.spec.rundir", "trainer.spec.safety", "trainer.spec.times"),
+}
+
+
+@pytest.mark.parametrize("words", [["plan"], ["submit", "--dry-run"]], ids=["plan", "dry-run"])
+def test_a_plan_loads_nothing_of_a_run(tmp_path: Path, words: list[str]) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(tiny_spec())
+    said = run_python(
+        "import sys; before = set(sys.modules)\n"
+        f"sys.argv = {['vitra', *words, str(spec)]!r}\n"
+        "from launcher.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print('\\nLOADED', *(set(sys.modules) - before))"
+    )
+    loaded = said.rpartition("LOADED ")[2].split()
+    ours = {name for name in loaded if name.partition(".")[0] in {"launcher", "trainer"}}
+    more = set() if words == ["plan"] else {"launcher.jobs", "launcher.request"}
+    assert "launcher.planner" in ours
+    assert ours <= PLAN_NEEDS | more
+    heavy = {"torch", "numpy", "fsspec", "submitit", "wandb", "rich", "asyncio", "ssl", "http"}
+    assert not heavy & {*loaded}
 
 
 def test_the_sender_to_a_tracker_loads_no_torch() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from launcher import doctor
 from launcher.doctor import Finding, Level
+from launcher.drafting import draft
 from launcher.slurm import Slurm
-from launcher.submit import draft
 from tests.conftest import tiny_spec
 from tests.unit.fake_slurm import FakeSlurm
 

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher import submit
+from launcher.drafting import draft
 from launcher.registry import absolute, as_argument, choose_run_root, new_run_id, read_plan, runs
 from tests.conftest import tiny_spec
 from trainer.spec.errors import UsageError
@@ -70,7 +71,7 @@ def test_runs_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     drawn = iter("aaaa" + "aaaa" + "aaab")
     monkeypatch.setattr("secrets.choice", lambda _: next(drawn))
     (tmp_path / "spec.yaml").write_text(tiny_spec(name="a"))
-    ready = submit.draft(tmp_path / "spec.yaml", (), run_root=str(tmp_path), environ={})
+    ready = draft(tmp_path / "spec.yaml", (), run_root=str(tmp_path), environ={})
     made = [submit._new_directory(ready, NOW).path.name for _ in range(2)]
     assert made == ["a-20260102-030405-aaaa", "a-20260102-030405-aaab"]
 

@@ -45,7 +45,7 @@ class RankReport(BaseModel):
     line; `last_step` the last finished optimizer step.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     rank: int
     exit_code: int
@@ -62,7 +62,7 @@ class RankExit(BaseModel):
     all this is inferred; `not_started`: what was said then, where even the task never began.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     rank: int
     node: str
@@ -77,7 +77,7 @@ class RankExit(BaseModel):
 class Outcome(BaseModel):
     """The supervisor's conclusion on one attempt (attempts/K/outcome.json)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     attempt: int
     verdict: Verdict

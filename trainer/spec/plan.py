@@ -20,7 +20,7 @@ PLAN_VERSION = 1
 class ElasticShape(BaseModel):
     """One node count that an elastic run can use, and the batch equation there."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     nodes: int = Field(ge=1)
     world_size: int = Field(ge=1)
@@ -40,7 +40,7 @@ class Plan(BaseModel):
     fixed size; `unusable_nodes` lists the node counts of the range that have no exact plan.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     version: int = PLAN_VERSION
     run_id: str

@@ -28,7 +28,7 @@ class RankInfo(BaseModel):
     Always: rank < world_size and local_rank < local_world_size.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     rank: int = Field(ge=0)
     world_size: int = Field(ge=1)

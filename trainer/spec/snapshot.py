@@ -22,7 +22,7 @@ class CopiedTree(BaseModel):
     place in code/. `commit` is None outside git, and where nothing has been committed yet.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     source: str
     copy_at: str
@@ -33,7 +33,7 @@ class CopiedTree(BaseModel):
 class CopiedComponent(BaseModel):
     """A component of the spec (`field` is model.kind or data.kind) that runs from its copy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     field: str
     module: str
@@ -47,7 +47,7 @@ class Snapshot(BaseModel):
     others; `outside` the absolute directories that the submitter's PYTHONPATH names besides.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     version: int = 1
     path: tuple[str, ...] = ()
