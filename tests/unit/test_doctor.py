@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launcher import doctor
-from launcher.doctor import Finding, Level
+from launcher.findings import Finding, Level
 from launcher.slurm import Slurm
 from launcher.submit import draft
 from tests.conftest import tiny_spec
