@@ -322,8 +322,9 @@ def _told(run: _Run, told: _Told) -> Iterator[Finding]:
         if _public(theirs) != _public(ours := _version_here(name))
     ]
     if others:
-        text = f"{image} has other versions: {', '.join(others)}; results may differ from a probe's"
-        yield warning(check, text, "build it with the versions that you submit with")
+        text = f"{image} has other versions than your code is tried out with at submit"
+        fix = "build it with the versions that you submit with"
+        yield warning(check, f"{text}: {', '.join(others)}", fix)
         return
     text = f"Python {told.python}, torch {versions['torch']}; vitra itself comes with the run"
     yield ok(check, text)

@@ -30,6 +30,12 @@ needs_charliecloud = pytest.mark.skipif(
     shutil.which("ch-run") is None or not Path("/usr/bin/python3").exists(),
     reason="needs Charliecloud, and a Python in /usr",
 )
+NO_NODE = "Unable to allocate resources: Requested nodes are busy"
+STARTS = "sbatch: Job 8 to start at 2026-12-02T04:51:37 using 4 processors on nodes node1\n"
+PARTITION = (
+    "PartitionName=low Default=YES GraceTime=20 MaxNodes=UNLIMITED MaxTime=UNLIMITED "
+    "PreemptMode=REQUEUE State=UP TotalCPUs=256 TotalNodes=4\n"
+)
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "xxhash")
 ALL_WELL = [Level.OK] * 4
 
@@ -229,6 +235,17 @@ def test_an_image_that_does_not_answer_in_time(site: Site, monkeypatch: pytest.M
     assert "gave no answer within 0.2 s" in found.text
 
 
+def test_places_that_do_not_get_into_the_image(site: Site) -> None:
+    runs = site.directory / "runs"
+    site.apptainer(f"rmdir {site.work} {runs}")
+    findings = site.findings("apptainer")
+    wrong = [f.text for f in findings if f.level is Level.FAULT]
+    assert len(wrong) == 3, findings
+    assert sum(f"{site.work} cannot be read in the image" in text for text in wrong) == 1
+    assert f"{runs} cannot be written to in the image" in wrong[2]
+    assert doctor.first_exit_code(findings) == 2
+
+
 def test_packages_that_an_image_has_not(site: Site) -> None:
     site.apptainer()
     site.package("torch", "1.0", "raise ImportError('libcudart.so.12: cannot open')")
@@ -284,19 +301,27 @@ def test_this_host_where_no_node_is_free(site: Site) -> None:
     """What this host lacks a node may have: warnings, and said."""
     if shutil.which("apptainer"):
         pytest.skip("there is an Apptainer")
-    site.fake.play("scontrol", {"out": "slurm 22.05\n"}, {"out": "Slurmctld(primary) is UP\n"})
-    site.command(
-        "srun", "#!/bin/sh\necho 'srun: error: Unable to allocate resources: busy' >&2\nexit 1\n"
+    up = {"out": "Slurmctld(primary) at head is UP\n"}
+    site.fake.play("scontrol", {"out": "slurm-wlm 22.05.8\n"}, up, {"out": PARTITION})
+    site.fake.play("sinfo", {"out": "4|64|512000|(null)\n"})
+    site.fake.play("sbatch", {"err": STARTS})
+    site.command("srun", f"#!/bin/sh\necho 'srun: error: {NO_NODE}' >&2\nexit 1\n")
+    findings = list(
+        doctor.slurm_findings(site.draft("apptainer"), site.directory, site.fake.slurm())
     )
-    drafted = site.draft("apptainer")
-    node = Node(site.fake.slurm(), drafted.plan.spec.resources)
-    busy = only(site.findings("apptainer", place=node), Level.WARNING)
-    assert (busy.check, "Unable to allocate" in busy.text) == ("container", True)
-    findings = site.findings("apptainer", place=Here(site.fake.slurm().job_environ))
-    levels = [(f.check, f.level) for f in findings if f.level is not Level.OK]
-    assert levels == [(check, Level.WARNING) for check in ("container", "container", "image")]
-    assert "no compute node could be asked" in findings[0].text
+    wrong = [f for f in findings if f.level is not Level.OK]
+    assert [f.check for f in wrong] == ["node", "container", "container", "image"]
+    assert {f.level for f in wrong} == {Level.WARNING}
+    assert "no compute node could be asked" in wrong[1].text
+    assert "apptainer is not in PATH" in wrong[2].text
     assert doctor.first_exit_code(findings) == 0
+
+
+def test_a_node_that_is_free_no_longer(site: Site) -> None:
+    site.command("srun", f"#!/bin/sh\necho 'srun: error: {NO_NODE}' >&2\nexit 1\n")
+    place = Node(site.fake.slurm())
+    found = only(site.findings("apptainer", place=place), Level.WARNING)
+    assert (found.check, "Requested nodes are busy" in found.text) == ("container", True)
 
 
 def test_a_container_without_slurm(site: Site) -> None:
