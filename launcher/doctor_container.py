@@ -130,7 +130,7 @@ def _findings(run: _Run, place: Place) -> Iterator[Finding]:
     request = Request(
         container=run.container,
         mounts=tuple(run.mounts),
-        paths=tuple({*run.needed, *(mount.source for mount in run.mounts)}),
+        paths=tuple(sorted({*run.needed, *(mount.source for mount in run.mounts)})),
         search=run.environ.get("PATH", os.defpath),
     )
     try:
@@ -138,12 +138,14 @@ def _findings(run: _Run, place: Place) -> Iterator[Finding]:
             [sys.executable, "-P", "-m", "launcher.container_look", request.model_dump_json()],
             timeout_s=_LOOKS_WITHIN_S,
         )
-        seen = Seen.model_validate_json(text)
+        seen = Seen.model_validate_json(text.strip().rpartition("\n")[2])
     except NotAnswered as err:
         yield warning("container", f"it could not be looked at: {err.message}", _AGAIN)
         return
-    except VitraError as err:
-        yield fault("container", err, "see that nodes have this vitra, at the same path")
+    except (VitraError, ValueError) as err:
+        said = one_line(str(err))[:_SHOWN]
+        problem = SchedulerUnavailable(f"launcher.container_look fails on a node: {said}")
+        yield fault("container", problem, "see that nodes have this vitra, at the same path")
         return
     runtime, image = _runtime(run, seen), _image(run, seen)
     yield runtime

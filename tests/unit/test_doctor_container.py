@@ -324,6 +324,21 @@ def test_a_node_that_is_free_no_longer(site: Site) -> None:
     assert (found.check, "Requested nodes are busy" in found.text) == ("container", True)
 
 
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("echo 'No module named launcher.container_look' >&2; exit 1", "No module named launcher"),
+        ("echo 'Welcome to this node'", "Invalid JSON"),
+        (":", "Invalid JSON"),
+    ],
+)
+def test_a_node_that_cannot_look(does: str, words: str, site: Site) -> None:
+    site.command("srun", f"#!/bin/sh\n{does}\n")
+    found = only(site.findings("apptainer", place=Node(site.fake.slurm())), Level.FAULT)
+    assert words in found.text
+    assert (found.check, found.exit_code) == ("container", 3)
+
+
 def test_a_container_without_slurm(site: Site) -> None:
     slurm = doctor.Slurm({"PATH": str(site.packages)})
     findings = list(doctor.slurm_findings(site.draft("apptainer"), site.directory, slurm))
