@@ -6,6 +6,8 @@ rank finds what it works with at the paths that it has outside: nothing is trans
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +21,9 @@ from trainer.spec.safety import text_problem
 
 #: The image's own. Nothing of the host's Python, whose files the image does not have.
 _PYTHON = "python3"
+#: What `needed_mounts` calls some of what a rank needs.
+RUN_ROOT, CHECKPOINT_PLACE = "the run root", "the checkpoint place"
+WORKING_DIRECTORY = "the working directory"
 #: Of the host's Python, or the user's own packages for it.
 _NOT_INSIDE = ("PYTHONHOME", "PYTHONUSERBASE", "VIRTUAL_ENV", "CONDA_PREFIX")
 
@@ -76,7 +81,7 @@ def all_mounts(container: ContainerSpec, plan: Plan, working_dir: Path) -> list[
         UsageError: one cannot be mounted, or the user has mounted something else in its place.
     """
     chosen = list(container.parsed_mounts)
-    needed = _needed(container, plan, working_dir)
+    needed = needed_mounts(container, plan, working_dir)
     for mount, what in sorted(needed, key=lambda pair: len(PurePosixPath(pair[0].target).parts)):
         path = mount.target
         if path in SYSTEM_DIRECTORIES:
@@ -102,15 +107,17 @@ def all_mounts(container: ContainerSpec, plan: Plan, working_dir: Path) -> list[
     return sorted(chosen, key=lambda m: (len(PurePosixPath(m.target).parts), m.target))
 
 
-def _needed(container: ContainerSpec, plan: Plan, working_dir: Path) -> list[tuple[Mount, str]]:
+def needed_mounts(
+    container: ContainerSpec, plan: Plan, working_dir: Path
+) -> list[tuple[Mount, str]]:
     """What every rank reads or writes, at its own path, and what that is."""
     spec = plan.spec
     run_root, working = str(Path(plan.run_dir).parent), str(working_dir)
-    found = [(Mount(run_root, run_root), "the run root")]
-    found.append((Mount(working, working), "the working directory"))
+    found = [(Mount(run_root, run_root), RUN_ROOT)]
+    found.append((Mount(working, working), WORKING_DIRECTORY))
     place = plan.checkpoint_uri.removeprefix("file://")
     if place.startswith("/"):
-        found.append((Mount(place, place), "the checkpoint place"))
+        found.append((Mount(place, place), CHECKPOINT_PLACE))
     read: list[tuple[object, str]] = [(spec.checkpoint.init_from, "checkpoint.init_from")]
     if spec.data.kind == "lerobot":
         read.append((spec.data.options.get("root"), "data.options.root"))
@@ -218,8 +225,39 @@ def make_mount_points(container: ContainerSpec, mounts: Sequence[Mount]) -> None
                     break
                 place.mkdir(exist_ok=True)
             except OSError as err:
-                raise UsageError(
-                    f"resources.container.image: {image} has no {mount.target} to mount "
-                    f"{mount.source} at, and it cannot be made: {err.strerror}",
-                    f"make it once: mkdir -p {image}{mount.target}",
-                ) from err
+                raise _cannot_make(container, mount, err) from err
+
+
+def missing_mount_points(container: ContainerSpec, mounts: Sequence[Mount]) -> list[Mount]:
+    """The mounts for which `make_mount_points` would have to make a directory; makes none.
+
+    Raises:
+        UsageError: one is missing and cannot be made.
+    """
+    image = Path(container.image)
+    if container.runtime != "charliecloud" or not image.is_dir():
+        return []
+    missing: list[Mount] = []
+    for mount in mounts:
+        place = image
+        for part in PurePosixPath(mount.target).parts[1:]:
+            inner = place / part
+            if inner.is_symlink():
+                break
+            if not inner.is_dir():
+                number = errno.EEXIST if inner.exists() else errno.EACCES
+                if number == errno.EEXIST or not os.access(place, os.W_OK | os.X_OK):
+                    raise _cannot_make(container, mount, OSError(number, os.strerror(number)))
+                missing.append(mount)
+                break
+            place = inner
+    return missing
+
+
+def _cannot_make(container: ContainerSpec, mount: Mount, err: OSError) -> UsageError:
+    image = container.image
+    return UsageError(
+        f"resources.container.image: {image} has no {mount.target} to mount "
+        f"{mount.source} at, and it cannot be made: {err.strerror}",
+        f"make it once: mkdir -p {image}{mount.target}",
+    )

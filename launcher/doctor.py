@@ -10,18 +10,20 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from launcher.ask import ask_trainer
+from launcher.container import container_of, refuse_container_here
+from launcher.doctor_container import container_findings
 from launcher.drafting import Draft
 from launcher.environment import component_environment
 from launcher.feasible import check_feasible, measured_save_s
-from launcher.registry import find_run
+from launcher.findings import Finding, Level, fault, ok, warning
+from launcher.places import Here, Node, NotAnswered, Place
+from launcher.registry import absolute, find_run
 from launcher.request import build_request
 from launcher.schedulers.ports import free_port
 from launcher.slurm import Slurm
@@ -34,43 +36,17 @@ from trainer.spec.errors import (
     UsageError,
     VitraError,
 )
-from trainer.spec.plan import Plan
 from trainer.spec.rundir import read_lines
 
 #: torch takes its time to load from a slow file system.
 _TORCH_S = 300.0
-#: How long to wait for a node that is free.
-_NODE_WITHIN_S = 20
 _NODE_ANSWERS_S = 60.0
 #: Beyond it, times in events of different hosts contradict each other.
 _CLOCKS_AGREE_S = 2.0
 #: With less, a run soon stops for lack of space.
 LITTLE_SPACE = 2 << 30
-#: What srun says where it got no node.
-_NO_NODE = "Unable to allocate resources"
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo", "sacct")
 _WANDB_HOST = "api.wandb.ai"
-
-
-class Level(StrEnum):
-    """How much a finding matters."""
-
-    OK = "ok"
-    #: A run can start, and something will be worse than it could be, or is not known.
-    WARNING = "warning"
-    #: A run cannot start, or not go on after an interruption.
-    FAULT = "fault"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was looked at, what is the matter, and what helps. `exit_code` is that of a fault."""
-
-    check: str
-    level: Level
-    text: str
-    fix: str | None = None
-    exit_code: int = 0
 
 
 def examine(
@@ -111,18 +87,6 @@ def finding_lines(finding: Finding) -> list[str]:
     return lines if finding.fix is None else [*lines, f"{'':8}   fix: {finding.fix}"]
 
 
-def _ok(check: str, text: str) -> Finding:
-    return Finding(check, Level.OK, text)
-
-
-def _warning(check: str, text: str, fix: str) -> Finding:
-    return Finding(check, Level.WARNING, text, fix)
-
-
-def _fault(check: str, err: VitraError, fix: str | None = None) -> Finding:
-    return Finding(check, Level.FAULT, err.message, fix or err.hint, err.exit_code)
-
-
 def torch_findings(draft: Draft | None, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the trainer's packages load, and fit what the spec asks for."""
     spec = draft.loaded.spec if draft else None
@@ -130,19 +94,21 @@ def torch_findings(draft: Draft | None, environ: Mapping[str, str]) -> Iterator[
     try:
         about = ask_trainer("about", b"", environ=around, timeout_s=_TORCH_S, doing="loading torch")
     except VitraError as err:
-        yield _fault("torch", err, f"install vitra with torch for {sys.executable}")
+        yield fault("torch", err, f"install vitra with torch for {sys.executable}")
         return
     versions = f"Python {about['python']}, torch {about['torch']}"
-    if about["cuda"]:
+    if spec is not None and container_of(spec) is not None:
+        yield ok("torch", f"{versions} here; ranks have their image's")
+    elif about["cuda"]:
         gpus = f"CUDA {about['cuda']}, NCCL {about['nccl']}, {about['gpus']} GPUs here"
-        yield _ok("torch", f"{versions}, {gpus}")
+        yield ok("torch", f"{versions}, {gpus}")
     elif spec is not None and spec.resources.gpu_count and about["cuda_build"]:
-        yield _ok("torch", f"{versions}, CUDA {about['cuda_build']}; no GPU on this host")
+        yield ok("torch", f"{versions}, CUDA {about['cuda_build']}; no GPU on this host")
     elif spec is not None and spec.resources.gpu_count:
         err = UsageError(f"{versions} is built for CPUs, and the spec asks for GPUs")
-        yield _fault("torch", err, "install a CUDA build of torch, or set gpus_per_node: 0")
+        yield fault("torch", err, "install a CUDA build of torch, or set gpus_per_node: 0")
     else:
-        yield _ok("torch", f"{versions}, on CPUs with gloo")
+        yield ok("torch", f"{versions}, on CPUs with gloo")
 
 
 def run_root_findings(run_root: Path) -> Iterator[Finding]:
@@ -153,22 +119,22 @@ def run_root_findings(run_root: Path) -> Iterator[Finding]:
         name.write_bytes(b"x")
         name.unlink()
     except OSError as err:
-        fault = StorageError(f"{there}: cannot be written: {err.strerror}")
-        yield _fault("run root", fault, "choose another: --run-root, run_root, $VITRA_RUN_ROOT")
+        problem = StorageError(f"{there}: cannot be written: {err.strerror}")
+        yield fault("run root", problem, "choose another: --run-root, run_root, $VITRA_RUN_ROOT")
         return
     free = shutil.disk_usage(there).free
     text = f"{run_root} can be written, {free / 2**30:.1f} GiB are free"
     if free < LITTLE_SPACE:
         fix = "make room, or choose another run root"
-        yield _warning("disk", f"{run_root}: only {free / 2**30:.1f} GiB are free", fix)
+        yield warning("disk", f"{run_root}: only {free / 2**30:.1f} GiB are free", fix)
     elif there.stat().st_mode & 0o002 and not there.stat().st_mode & 0o1000:
-        yield _warning(
+        yield warning(
             "run root",
             f"{text}; but everybody may remove what is in {there}",
             f"chmod o-w {there}, or its sticky bit",
         )
     else:
-        yield _ok("run root", text)
+        yield ok("run root", text)
 
 
 def _new_file(run_root: Path) -> Path:
@@ -182,19 +148,19 @@ def network_findings() -> Iterator[Finding]:
     try:
         port = free_port()
     except VitraError as err:
-        yield _fault("network", err, "free one: `ss -ltn` shows who listens")
+        yield fault("network", err, "free one: `ss -ltn` shows who listens")
         return
     host = socket.gethostname()
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as err:
-        yield _warning(
+        yield warning(
             "network",
             f"this host's name, {host}, has no address: {err}",
             "name it in DNS or /etc/hosts; ranks on several hosts meet by it",
         )
         return
-    yield _ok("network", f"{host} is {address}, and ports are free to meet at")
+    yield ok("network", f"{host} is {address}, and ports are free to meet at")
 
 
 def checkpoint_findings(draft: Draft) -> Iterator[Finding]:
@@ -203,29 +169,29 @@ def checkpoint_findings(draft: Draft) -> Iterator[Finding]:
     try:
         refuse_place(plan)
     except VitraError as err:
-        yield _fault("checkpoints", err)
+        yield fault("checkpoints", err)
         return
     # The run id is not known before submit.
     place = plan.checkpoint_uri.replace(plan.run_id, "RUN_ID")
-    yield _ok("checkpoints", f"{place} was written, read back, listed and deleted, conditionally")
+    yield ok("checkpoints", f"{place} was written, read back, listed and deleted, conditionally")
 
 
 def wandb_findings(mode: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether metrics will reach Weights & Biases; no run depends on that."""
     if find_spec("wandb") is None:
-        yield _warning(
+        yield warning(
             "wandb",
             "the package is not installed: the run trains, and nothing is sent",
             f"{sys.executable} -m pip install wandb",
         )
     elif mode == "online" and not (environ.get("WANDB_API_KEY") or _in_netrc(environ)):
-        yield _warning(
+        yield warning(
             "wandb",
             f"no API key: neither WANDB_API_KEY nor {_WANDB_HOST} in ~/.netrc",
             "`wandb login`, or resources.env: {WANDB_API_KEY: null} and the variable",
         )
     else:
-        yield _ok("wandb", f"installed, mode {mode}")
+        yield ok("wandb", f"installed, mode {mode}")
 
 
 def _in_netrc(environ: Mapping[str, str]) -> bool:
@@ -243,26 +209,31 @@ def slurm_findings(draft: Draft | None, run_root: Path, slurm: Slurm) -> Iterato
     path = slurm.job_environ.get("PATH", os.defpath)
     missing = [name for name in _COMMANDS if shutil.which(name, path=path) is None]
     if len(missing) == len(_COMMANDS):
-        yield _warning(
+        yield warning(
             "slurm",
             "none of Slurm's commands is here: only --local can run",
             "submit from a machine of the cluster, or add the commands to PATH",
         )
+        if draft is not None:
+            try:
+                refuse_container_here(draft.loaded.spec)
+            except UsageError as err:
+                yield fault("container", err)
         return
     if missing:
         err = SchedulerUnavailable(f"not in PATH: {', '.join(missing)}")
-        yield _fault("slurm", err, "install the whole of Slurm's client commands here")
+        yield fault("slurm", err, "install the whole of Slurm's client commands here")
         return
     try:
-        yield _ok("slurm", f"{slurm.version()}, its controller answers: {slurm.ping()}")
+        yield ok("slurm", f"{slurm.version()}, its controller answers: {slurm.ping()}")
     except SchedulerError as err:
-        yield _fault("slurm", err, "`scontrol ping` shows it; see SLURM_CONF and the controller")
+        yield fault("slurm", err, "`scontrol ping` shows it; see SLURM_CONF and the controller")
         return
     try:
         slurm.history("1")
-        yield _ok("accounting", "sacct answers")
+        yield ok("accounting", "sacct answers")
     except SchedulerError as err:
-        yield _warning(
+        yield warning(
             "accounting",
             f"{err.message}: `status` knows of jobs only while the controller does, and a "
             "preemption in a partition with PreemptMode=CANCEL looks like a scancel",
@@ -271,9 +242,13 @@ def slurm_findings(draft: Draft | None, run_root: Path, slurm: Slurm) -> Iterato
     try:
         if draft is not None:
             yield from _cluster(draft, slurm)
-        yield from _node(draft.plan if draft else None, run_root, slurm)
+        node = Node(slurm, draft.plan.spec.resources if draft else None)
+        answers = yield from _node(node, run_root)
+        if draft is not None and answers is not None:
+            place: Place = node if answers else Here(slurm.job_environ)
+            yield from container_findings(draft.plan, place, slurm.job_environ, absolute("."))
     except SchedulerError as err:
-        yield _fault("slurm", err)
+        yield fault("slurm", err)
 
 
 def _cluster(draft: Draft, slurm: Slurm) -> Iterator[Finding]:
@@ -284,27 +259,26 @@ def _cluster(draft: Draft, slurm: Slurm) -> Iterator[Finding]:
         check_feasible(request, slurm, say=said.append, save_s=_save_s(draft))
     except SchedulerRejected as err:
         for line in err.message.splitlines():
-            yield _fault("request", SchedulerRejected(line, err.hint))
+            yield fault("request", SchedulerRejected(line, err.hint))
         return
     for line in said:
-        warning = line.startswith("warning: ")
         text = line.removeprefix("warning: ")
-        yield _warning("request", text, "see `sinfo`") if warning else _ok("request", text)
+        yield ok("request", text) if text == line else warning("request", text, "see `sinfo`")
     partitions = slurm.partitions()
     chosen = request.partition or slurm.default_partition() or ""
     for name in filter(None, chosen.split(",")):
         partition = partitions[name]
         if partition.preempt_mode in ("", "OFF"):
-            yield _ok("preemption", f"partition {name}: no job is preempted")
+            yield ok("preemption", f"partition {name}: no job is preempted")
             continue
         text = (
             f"partition {name}: jobs are preempted ({partition.preempt_mode}) with "
             f"{partition.grace_time_s} s of grace"
         )
         if partition.grace_time_s:
-            yield _ok("preemption", text)
+            yield ok("preemption", text)
         else:
-            yield _warning(
+            yield warning(
                 "preemption",
                 f"{text}: each preemption may lose the steps since the last checkpoint",
                 "a smaller checkpoint.save_interval; or have the site set GraceTime",
@@ -320,66 +294,61 @@ def _save_s(draft: Draft) -> float | None:
     return measured_save_s(read_lines(newest.events))
 
 
-def _node(plan: Plan | None, run_root: Path, slurm: Slurm) -> Iterator[Finding]:
-    """What a compute node sees: the run root, this Python, the time."""
+def _node(node: Node, run_root: Path) -> Generator[Finding, None, bool | None]:
+    """What a compute node sees: the run root, this Python, the time.
+
+    Returns whether one answers; None where that is what has to be mended first.
+    """
     marker = _new_file(run_root)
     there = marker.parent
-    resources = plan.spec.resources if plan else None
-    options = [
-        f"--{name}={value}"
-        for name in ("partition", "account", "qos", "constraint", "reservation")
-        if (value := getattr(resources, name, None)) is not None
-    ]
     try:
         marker.write_text(marker.name)
     except OSError:
-        return  # told already
+        return None  # told already
     began = time.time()
     text = ""
     try:
-        text = slurm.on_a_node(
-            [sys.executable, "-P", "-m", "launcher.node", str(marker)],
-            options,
-            within_s=_NODE_WITHIN_S,
-            timeout_s=_NODE_ANSWERS_S,
+        text = node.run(
+            [sys.executable, "-P", "-m", "launcher.node", str(marker)], timeout_s=_NODE_ANSWERS_S
         )
         seen = json.loads(text)
+    except NotAnswered as err:
+        yield warning(
+            "node",
+            f"what compute nodes see could not be looked at: {err.message}",
+            "try again when one is free",
+        )
+        return False
     except (SchedulerError, ValueError) as err:
         message = err.message if isinstance(err, SchedulerError) else f"it printed {text!r}"
-        if isinstance(err, SchedulerUnavailable) or _NO_NODE in message:
-            yield _warning(
-                "node",
-                f"what compute nodes see could not be looked at: {message}",
-                "try again when one is free",
-            )
-            return
-        yield _fault(
+        yield fault(
             "node",
             SchedulerUnavailable(f"{sys.executable} -m launcher.node fails on a node: {message}"),
             "install vitra where compute nodes have it too, at the same path",
         )
-        return
+        return None
     finally:
         marker.unlink(missing_ok=True)
     host = seen["host"]
     if seen["read"] != marker.name or not seen["written"]:
         problem = seen["problem"] or "it is another directory there"
-        yield _fault(
+        yield fault(
             "node",
             StorageError(f"{there} as {host} sees it: {problem}"),
             "choose a run root that all nodes share and can write",
         )
     else:
-        yield _ok("node", f"{host} sees {there}, can write it, and has this Python")
+        yield ok("node", f"{host} sees {there}, can write it, and has this Python")
     ahead_s = max(began - seen["time"], seen["time"] - time.time(), 0.0)
     if ahead_s > _CLOCKS_AGREE_S:
-        yield _warning(
+        yield warning(
             "clock",
             f"the clock of {host} and that of this host are {math.ceil(ahead_s)} s apart",
             "have chrony or ntpd set them; durations are right all the same, times of day are not",
         )
     else:
-        yield _ok("clock", f"{host} has the same time as this host")
+        yield ok("clock", f"{host} has the same time as this host")
+    return True
 
 
 def first_exit_code(findings: Sequence[Finding]) -> int:

@@ -226,7 +226,13 @@ class Slurm:
         return text
 
     def on_a_node(
-        self, argv: Sequence[str], options: Sequence[str], *, within_s: int, timeout_s: float
+        self,
+        argv: Sequence[str],
+        options: Sequence[str],
+        *,
+        within_s: int,
+        timeout_s: float,
+        environ: Mapping[str, str] | None = None,
     ) -> str:
         """What a program prints on some compute node.
 
@@ -234,6 +240,7 @@ class Slurm:
             options: srun's, for which node.
             within_s: for how long a free node is waited for.
             timeout_s: for how long the program may run then.
+            environ: all that it finds around it; None: what Slurm's commands find.
 
         Raises:
             SchedulerUnavailable: none was free, or there was no answer. SchedulerRejected: Slurm
@@ -245,6 +252,7 @@ class Slurm:
             *(*words, *limits, *options, *argv),
             timeout_s=within_s + timeout_s,
             empty_is_fine=True,
+            environ=environ,
         )
 
     def partitions(self) -> dict[str, Partition]:
@@ -276,10 +284,17 @@ class Slurm:
         text = self._ask("sinfo", "-h", "-e", "-p", partition, "-o", "%D|%c|%m|%G")
         return node_kinds(text)
 
-    def _ask(self, *argv: str, timeout_s: float = ANSWER_S, empty_is_fine: bool = False) -> str:
+    def _ask(
+        self,
+        *argv: str,
+        timeout_s: float = ANSWER_S,
+        empty_is_fine: bool = False,
+        environ: Mapping[str, str] | None = None,
+    ) -> str:
         """One command's standard output."""
         for attempt in range(_TRIES):
-            text = self._answer(*argv, timeout_s=timeout_s).stdout.decode(errors="replace")
+            answer = self._answer(*argv, timeout_s=timeout_s, environ=environ)
+            text = answer.stdout.decode(errors="replace")
             if text.strip() or empty_is_fine:
                 return text
             # Under load scontrol has been seen to print nothing and call it success.

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cluster.handle import ClusterHandle
 from tests.cluster.paced import ALONE, Paced, SharedServer, SideBySide
+from tests.cluster.runs import SlurmVitra
+from tests.conftest import tiny_spec
 from tests.containers.images import TEST_WITHIN_S, Images
 from tests.e2e.runs import results
 
@@ -53,15 +55,42 @@ def preempted(run: Paced) -> Paced:
     return run
 
 
+def test_doctor_looks_into_it(
+    images: Images, cluster: ClusterHandle, shared_server: SharedServer
+) -> None:
+    before = sorted(images.unpacked.iterdir())
+    found = doctor(images.unpacked, cluster, shared_server)
+    assert [found[check][0] for check in ("container", "image", "mounts")] == ["ok"] * 3, found
+    # The image has what its constraints say, which may be older than what is installed here.
+    level, text = found["in the image"]
+    assert level == "ok" or (level == "warning" and "has other versions" in text), found
+    assert sorted(images.unpacked.iterdir()) == before
+
+
 def test_an_image_that_is_not_there(cluster: ClusterHandle, shared_server: SharedServer) -> None:
     missing = cluster.share / "no-image"
     if not Path("/usr/bin/ch-run").exists():
         pytest.skip("needs Charliecloud")
+    found = doctor(missing, cluster, shared_server, code=2)
+    assert (found["container"][0], found["image"][0]) == ("ok", "fault")
+    assert f"{missing}, as node" in found["image"][1]
     run = in_image(missing, cluster, shared_server, "missing")
     assert run.wait_until_finished() == "failed"
     (attempt,) = run.attempts()
     assert "was not started: " in attempt["reason"]
     assert str(missing) in attempt["reason"]
+
+
+def doctor(
+    image: Path, cluster: ClusterHandle, server: SharedServer, *, code: int = 0
+) -> dict[str, tuple[str, str]]:
+    """What `vitra doctor` finds: level and text by what was looked at."""
+    vitra = SlurmVitra(cluster, server)
+    container = {"runtime": "charliecloud", "image": str(image)}
+    path = vitra.directory / "spec.yaml"
+    path.write_text(tiny_spec(resources__partition="low", resources__container=container))
+    findings = vitra("doctor", path, "--json", code=code).json["findings"]
+    return {one["check"]: (one["level"], one["text"]) for one in findings}
 
 
 def in_image(

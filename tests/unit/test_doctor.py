@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from launcher import doctor
-from launcher.doctor import Finding, Level
 from launcher.drafting import draft
+from launcher.findings import Finding, Level
 from launcher.slurm import Slurm
 from tests.conftest import tiny_spec
 from tests.unit.fake_slurm import FakeSlurm
@@ -208,6 +208,11 @@ def test_gpus_that_this_torch_cannot_use(tmp_path: Path) -> None:
     (finding,) = doctor.torch_findings(spec(tmp_path), os.environ)
     assert finding.level is Level.OK
     assert torch.__version__ in finding.text
+    # Ranks in an image have its torch, and not this one.
+    image = {"runtime": "apptainer", "image": "/images/vitra.sif"}
+    inside = spec(tmp_path, resources__gpus_per_node=2, resources__container=image)
+    (finding,) = doctor.torch_findings(inside, os.environ)
+    assert (finding.level, "image's" in finding.text) == (Level.OK, True)
 
 
 def test_lines_and_document() -> None:
