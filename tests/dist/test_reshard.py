@@ -160,7 +160,9 @@ def save_on_a_full_disk(rank: int, directory: str) -> str:
 # -- The tests ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_replicated_tensors_between_worlds(tmp_path: Path, before: int, after: int) -> None:
     on_ranks(before, save_replicated, str(tmp_path))
     assert all(on_ranks(after, load_replicated, str(tmp_path)))
@@ -193,6 +195,7 @@ def test_ranks_share_the_writing_and_each_byte_is_written_once(tmp_path: Path, w
         assert size <= (tmp_path / name).stat().st_size < size + 64 * len(expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [((2, True), (1, False)), ((1, False), (2, True)), ((2, True), (2, False))],

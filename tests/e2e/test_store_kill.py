@@ -33,6 +33,7 @@ def finish(child: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_death_at_any_system_call_costs_nothing_that_was_reported() -> None:
     """Each call by which a save, its retention, a claim or a sweep changes the disk, one by one."""
     memory = Path("/dev/shm")  # thousands of files, none of which needs to last
