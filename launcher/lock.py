@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,8 @@ from trainer.spec.errors import StorageError, UsageError
 _OFD_GETLK, _OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 _WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_SAID_WITHIN_S = 1.0
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,13 @@ def lock_holder(path: Path) -> Holder | None:
 
 
 def _said(path: Path) -> Holder:
-    try:
-        said = json.loads(path.read_bytes())
-        return Holder(int(said["pid"]), str(said["host"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return Holder(None, None)
+    """What the holder wrote, which it does a moment after it has taken the lock."""
+    deadline = time.monotonic() + _SAID_WITHIN_S
+    while True:
+        try:
+            said = json.loads(path.read_bytes())
+            return Holder(int(said["pid"]), str(said["host"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            if time.monotonic() > deadline:
+                return Holder(None, None)
+            time.sleep(_POLL_S)

@@ -45,6 +45,8 @@ _SEEN_WITHIN_S = 3.0
 _STOP_EVERY_S = 10.0
 #: Characters of what was said of a task that did not start.
 _SHOWN = 300
+#: srun only counts ends, and when one task has ended slurmstepd tells of ending the others.
+_SAYS_NO_CAUSE = re.compile(r"^srun: |\*\*\* STEP \S+ ON \S+ CANCELLED ")
 _EXIT_FILE = re.compile(r"rank_(\d+)\.exit")
 
 
@@ -287,11 +289,11 @@ class SlurmRanks:
                 )
 
     def _last_words(self) -> str | None:
-        """What Slurm, or what it was to start the tasks with, said last; srun only counts ends."""
+        """What Slurm, or what it was to start the tasks with, said last of the cause."""
         try:
             text = (self._files.logs / "srun.log").read_text(errors="replace")
         except OSError:
             return None
         lines = [line for line in text.splitlines() if line.strip()]
-        telling = [line for line in lines if not line.startswith("srun: ")] or lines
+        telling = [line for line in lines if not _SAYS_NO_CAUSE.search(line)] or lines
         return one_line(telling[-1].strip())[:_SHOWN] if telling else None
