@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -114,6 +115,18 @@ def wandb_server() -> Iterator[WandbServer]:
     with _serving(Handler) as url:
         state.url = url
         yield state
+
+
+def wandb_sync(directories: Sequence[Path], environ: Mapping[str, str], *, cwd: Path) -> None:
+    """Have wandb's own command send what offline runs left; it leaves its logs in `cwd`."""
+    subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", *directories],
+        env=environ,
+        cwd=cwd,
+        check=True,
+        timeout=120,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 @contextmanager

@@ -76,12 +76,11 @@ class Journal:
             header = file.read(_HEADER_LENGTH)
             if header[: len(_HEADER)] != _HEADER[: len(header)]:
                 return
-            whole = header + file.read(self._offset - _HEADER_LENGTH)
-            is_torn = bool(file.read(1))
-        if not self._names_run:
-            self._path.unlink()
-        elif is_torn:
-            write_atomic(self._path, whole)
+            if not self._names_run:
+                self._path.unlink()
+            elif os.fstat(file.fileno()).st_size > self._offset:
+                file.seek(0)
+                write_atomic(self._path, file.read(self._offset))
 
     def sync(self) -> None:
         """Make what the file holds durable. Raises OSError."""

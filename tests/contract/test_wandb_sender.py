@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 from launcher.load import load_spec
 from launcher.planner import plan
 from tests.conftest import tiny_spec, wait_until
-from tests.wandb_server import API_KEY, closed_port, python_path, wandb_server
+from tests.wandb_server import API_KEY, closed_port, python_path, wandb_server, wandb_sync
 from trainer.records import RunRecords
 from trainer.spec.ranks import RankInfo
 from trainer.spec.rundir import RunDir, read_lines, write_atomic
@@ -221,14 +220,7 @@ def test_wandb_sync_sends_all_attempts_though_kills_tore_their_files(
     third.tracker.close(0)
     with wandb_server() as server:
         directories = sorted((third.dir.path / "wandb").glob("offline-run-*"))
-        subprocess.run(
-            [sys.executable, "-m", "wandb", "sync", *directories],
-            env={**environ, "WANDB_BASE_URL": server.url},
-            cwd=tmp_path,  # where it leaves its logs
-            check=True,
-            timeout=120,
-            stdout=subprocess.DEVNULL,
-        )
+        wandb_sync(directories, {**environ, "WANDB_BASE_URL": server.url}, cwd=tmp_path)
         assert server.runs[third.dir.path.name].steps() == list(range(1, 21))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from tests.wandb_server import (
     failing_server,
     python_path,
     wandb_server,
+    wandb_sync,
 )
 from trainer.wandb_journal import records
 
@@ -137,14 +136,8 @@ def test_every_step_once_over_two_kills_and_resumes(tmp_path: Path) -> None:
 
     # wandb's own reader finds the same, in the one run that all attempts are of.
     with wandb_server() as server:
-        subprocess.run(
-            [sys.executable, "-m", "wandb", "sync", *map(str, directories)],
-            env={**os.environ, **environment(tmp_path, server.url)},
-            cwd=tmp_path,  # where it leaves its logs
-            check=True,
-            timeout=120,
-            stdout=subprocess.DEVNULL,
-        )
+        around = {**os.environ, **environment(tmp_path, server.url)}
+        wandb_sync(directories, around, cwd=tmp_path)
         assert list(server.runs) == [run.dir.name]
         assert server.runs[run.dir.name].steps() == list(range(1, last + 1))
 

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from launcher.findings import Finding, Level
 from launcher.slurm import Slurm
 from tests.conftest import tiny_spec
 from tests.unit.fake_slurm import FakeSlurm
+from tests.unit.findings import only
 
 UP = [{"out": "slurm-wlm 22.05.8\n"}, {"out": "Slurmctld(primary) at head is UP\n"}]
 
@@ -27,15 +27,6 @@ def spec(directory: Path, **changes: object) -> Any:
     path = directory / "spec.yaml"
     path.write_text(tiny_spec(**changes))
     return draft(path, [], run_root=str(directory / "runs"), environ=os.environ)
-
-
-def only(findings: Iterable[Finding], level: Level) -> Finding:
-    """The one finding that is not as it should be."""
-    (found,) = [finding for finding in findings if finding.level is not Level.OK]
-    assert found.level is level, found
-    assert found.fix
-    assert bool(found.exit_code) == (level is Level.FAULT)
-    return found
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from launcher.findings import Finding, Level
 from launcher.places import Here, Node, Place
 from tests.conftest import tiny_spec
 from tests.unit.fake_slurm import FakeSlurm
+from tests.unit.findings import only
 from trainer.spec.container import ContainerSpec, Mount
 
 needs_charliecloud = pytest.mark.skipif(
@@ -128,15 +129,6 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
-
-
-def only(findings: Iterable[Finding], level: Level) -> Finding:
-    """The one finding that is not as it should be."""
-    (found,) = [finding for finding in findings if finding.level is not Level.OK]
-    assert found.level is level, found
-    assert found.fix
-    assert bool(found.exit_code) == (level is Level.FAULT)
-    return found
 
 
 def test_without_a_container_nothing_is_said(site: Site) -> None:
