@@ -94,6 +94,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
+    _leave_out_all_but(sys.argv[1:2])
     try:
         app()
     except VitraError as err:
@@ -102,6 +103,17 @@ def main() -> NoReturn:
     except Exception as err:  # noqa: BLE001 - the last line of defence: a log for us, a line for the user
         sys.exit(_unexpected(err))
     sys.exit(0)
+
+
+def _leave_out_all_but(asked: list[str]) -> None:
+    """Typer works out the parameters of every command, whichever is asked for."""
+    names = {
+        command.callback.__name__: command
+        for command in app.registered_commands
+        if command.callback
+    }
+    if asked and (command := names.get(asked[0])) is not None:
+        app.registered_commands = [command]
 
 
 def _version(asked: bool) -> None:

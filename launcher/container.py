@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from trainer.spec.container import SYSTEM_DIRECTORIES, ContainerSpec, Mount, mount_path_problem
 from trainer.spec.errors import UsageError
@@ -28,8 +28,7 @@ WORKING_DIRECTORY = "the working directory"
 _NOT_INSIDE = ("PYTHONHOME", "PYTHONUSERBASE", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """How srun starts tasks: more options of its own, the words before the task's, variables."""
 
     options: tuple[str, ...]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer.spec.plan import ElasticShape
 from trainer.spec.run import RunSpec
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What the batch equation is made of.
 
     A node count n can be used where `batch` is a multiple of `unit(n)` = n x tasks x per_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from launcher.equation import Terms, divisor_above, divisor_below, divisors_near, nearest
 from trainer.spec.errors import PlanError
@@ -12,8 +12,7 @@ from trainer.spec.fields import LARGEST_COUNT
 from trainer.spec.run import MOST_NODES, MOST_PER_NODE, ResourcesSpec, RunSpec
 
 
-@dataclass(frozen=True)
-class Fix:
+class Fix(NamedTuple):
     """Values that give a refused spec an exact plan: all of `changes`, dotted field and value."""
 
     changes: tuple[tuple[str, int | str], ...]
@@ -166,7 +165,7 @@ def _advice(accused: str | None, fixes: Sequence[Fix]) -> str | None:
 def _other_batches(terms: Terms) -> Iterator[Terms]:
     units = [terms.unit(n) for n in terms.counts if terms.replicas_fit(n)]
     yield from (
-        replace(terms, batch=batch)
+        terms._replace(batch=batch)
         for batch in (
             max((terms.batch // unit * unit for unit in units), default=0),
             min((-(-terms.batch // unit) * unit for unit in units), default=0),
@@ -186,12 +185,12 @@ def _other_per_device(terms: Terms) -> Iterator[Terms]:
     most = terms.most_per_device or LARGEST_COUNT
     allowed = (d for d in divisors_near(shares, min(terms.per_device, most + 1)) if d <= most)
     for value in nearest(allowed, terms.per_device):
-        yield replace(terms, per_device=value)
+        yield terms._replace(per_device=value)
 
 
 def _other_most(terms: Terms) -> Iterator[Terms]:
     if terms.over_most:
-        yield replace(terms, most_per_device=terms.per_device)
+        yield terms._replace(most_per_device=terms.per_device)
 
 
 def _other_nodes(terms: Terms) -> Iterator[Terms]:
@@ -212,9 +211,9 @@ def _other_nodes(terms: Terms) -> Iterator[Terms]:
 def _with_nodes(terms: Terms, nodes: int) -> Terms:
     """`nodes` instead of a fixed count; a range is widened to it."""
     if len(terms.counts) == 1:
-        return replace(terms, counts=range(nodes, nodes + 1))
+        return terms._replace(counts=range(nodes, nodes + 1))
     least, most = terms.counts[0], terms.counts[-1]
-    return replace(terms, counts=range(min(least, nodes), max(most, nodes) + 1))
+    return terms._replace(counts=range(min(least, nodes), max(most, nodes) + 1))
 
 
 def _other_tasks(terms: Terms) -> Iterator[Terms]:
@@ -229,24 +228,24 @@ def _other_tasks(terms: Terms) -> Iterator[Terms]:
         found.update(m * step for m in (below, above) if m is not None)
     for value in nearest(found, terms.tasks):
         if value <= MOST_PER_NODE:
-            yield replace(terms, tasks=value)
+            yield terms._replace(tasks=value)
 
 
 def _other_replicates(terms: Terms) -> Iterator[Terms]:
     worlds = (n * terms.tasks for n in terms.counts if terms.batch_fits(n))
     for value in nearest(divisors_near(worlds, terms.replicate), terms.replicate):
-        yield replace(terms, replicate=value)
+        yield terms._replace(replicate=value)
 
 
 def _several(terms: Terms) -> Iterator[Terms]:
     """Changes of more than one field, for terms that no single change helps."""
     variants = [terms]
     if terms.over_most:
-        variants = [replace(terms, per_device=terms.most_per_device), *_other_most(terms)]
+        variants = [terms._replace(per_device=terms.most_per_device), *_other_most(terms)]
     if not any(terms.replicas_fit(n) for n in terms.counts):
         world = terms.counts[-1] * terms.tasks
         divisors = nearest(divisors_near([world], terms.replicate), terms.replicate)
-        variants = [replace(v, replicate=r) for v in variants for r in divisors]
+        variants = [v._replace(replicate=r) for v in variants for r in divisors]
     for variant in variants:
         yield variant
         yield from _other_batches(variant)

@@ -9,9 +9,9 @@ import os
 import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -70,16 +70,14 @@ _SYNONYMS = {
 }
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """A file with values for whatever a spec leaves out; `source` names it in faults."""
 
     text: bytes
     source: str
 
 
-@dataclass(frozen=True)
-class LoadedSpec:
+class LoadedSpec(NamedTuple):
     """A sound spec and what it came from.
 
     `text` is the file, byte for byte. `overrides` are the KEY=VALUE that count, in the order they
@@ -92,8 +90,8 @@ class LoadedSpec:
     text: bytes
     overrides: tuple[str, ...]
     source: str
-    profiles: tuple[Profile, ...] = ()
-    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+    profiles: tuple[Profile, ...]
+    origins: Mapping[str, str]
 
 
 def load_spec(
@@ -212,8 +210,7 @@ def dotted(loc: Loc) -> str:
     return path
 
 
-@dataclass(frozen=True)
-class _Override:
+class _Override(NamedTuple):
     """One `-o KEY=VALUE`; `source`, from 1, marks its places."""
 
     source: int
@@ -294,7 +291,7 @@ class _Loading:
         if node is None:
             self._note(place, override.path, "has no value; write null for none")
             return None
-        return replace(override, node=node)
+        return override._replace(node=node)
 
     def validate(
         self, root: Table | None, overrides: Sequence[_Override]
@@ -417,8 +414,7 @@ class _Loading:
         return SpecError([fault for _, fault in sorted(self._faults, key=lambda pair: pair[0])])
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """What stands at a place in the tree: its entry, if any, and the innermost node on the way.
     `faulty`: one of the nodes on the way is."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
@@ -45,8 +45,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a node begins: in which text (0: the file, n: the n-th override, -n: the n-th profile
     from above), line and column from 1."""
 
@@ -97,8 +96,7 @@ class Table:
 Node = Scalar | Listing | Table
 
 
-@dataclass(frozen=True, slots=True)
-class YamlFault:
+class YamlFault(NamedTuple):
     """One thing wrong in the text, at a place; `path` leads to the node, as far as it is known."""
 
     place: Place
@@ -127,8 +125,7 @@ class _Open:
     children: list[Node] = field(default_factory=list["Node"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Anchored:
+class _Anchored(NamedTuple):
     """What an alias adds to the document: its node, how many nodes that is, how deep."""
 
     node: Node

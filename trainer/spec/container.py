@@ -1,11 +1,8 @@
 """`resources.container`: the image that ranks live in, and what they see of the host."""
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -34,8 +31,7 @@ SYSTEM_DIRECTORIES = frozenset(
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://.")
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(NamedTuple):
     """A file or directory of the host, `source`, that the container has at `target`.
 
     Both are absolute and normal; neither holds what separates mounts in a runtime's options.

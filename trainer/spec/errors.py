@@ -25,8 +25,7 @@ fixes the exit code of the command that meets it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
 class VitraError(Exception):
@@ -54,8 +53,7 @@ class UsageError(VitraError):
     exit_code = 2
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One thing wrong in a spec.
 
     `where` is `file:line:column` or `-o key`, `field` the dotted path of the field and `problem`

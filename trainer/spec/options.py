@@ -4,8 +4,6 @@
 back with `VlaOptions.model_validate(options)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -3,11 +3,10 @@
 `plan.json` in the run directory is the newest plan, `attempts/K/plan.json` what attempt K ran.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -63,7 +62,7 @@ class Plan(BaseModel):
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _exact(self) -> Plan:
+    def _exact(self) -> Self:
         if self.version > PLAN_VERSION:
             raise ValueError(
                 f"plan version {self.version} is newer than this vitra reads ({PLAN_VERSION})"
@@ -97,7 +96,7 @@ class Plan(BaseModel):
         """Samples a step, over all ranks and micro-batches."""
         return self.spec.train.global_batch_size
 
-    def with_samples(self, n_samples: int) -> Plan:
+    def with_samples(self, n_samples: int) -> Self:
         """The plan with the size of the training data known: fixes total_steps and warmup_steps."""
         total = self.spec.train.max_steps
         if total is None:
@@ -114,7 +113,7 @@ class Plan(BaseModel):
         )
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: Path) -> Self:
         """Read a plan back; every invariant is checked again."""
         return cls.model_validate_json(path.read_bytes())
 

@@ -5,8 +5,6 @@ can be checked without looking at the machine, the cluster or the data has been 
 rule joins two fields it is checked with the later one, so that one reading finds all faults.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Slurm adds up a time limit as seconds in a signed 32-bit integer, and 59 more to round up.
 LONGEST_MINUTES = (2**31 - 60) // 60
@@ -18,8 +18,7 @@ _WITH_DAYS = re.compile(r"([0-9]+)-([0-9]+)(?::([0-9]+)(?::([0-9]+))?)?")
 _WITHOUT_DAYS = re.compile(r"([0-9]+)(?::([0-9]+)(?::([0-9]+))?)?")
 
 
-@dataclass(frozen=True)
-class SlurmTime:
+class SlurmTime(NamedTuple):
     """A time limit: whole minutes, never fewer than asked for, at least 1.
 
     `reading` is how it was understood, for people: "1 min 30 s, rounded up to 2 min".
