@@ -97,6 +97,7 @@ def test_the_sender_to_a_tracker_loads_no_torch() -> None:
     assert not {"torch", "numpy"} & {*loaded}
 
 
+@pytest.mark.slow
 def test_the_probe_loads_no_more_of_torch_than_it_needs(tmp_path: Path) -> None:
     """Whoever submits waits for it; sharded tensors and what plans checkpoints take a second."""
     (tmp_path / "spec.yaml").write_text(tiny_spec())

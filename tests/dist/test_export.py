@@ -207,6 +207,7 @@ def save_complex(rank: int, directory: str) -> None:
     save_in(directory, rank, {"model.waves": torch.ones(2, dtype=torch.complex64)})
 
 
+@pytest.mark.slow
 def test_a_dtype_that_the_format_has_not(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     on_ranks(1, save_complex, str(tmp_path / "step-00000001"))

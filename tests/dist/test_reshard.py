@@ -160,6 +160,7 @@ def save_on_a_full_disk(rank: int, directory: str) -> str:
 # -- The tests ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [(1, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
 )

@@ -233,6 +233,7 @@ def test_vitra_itself_is_copied_from_a_checkout(imports: Imports, tmp_path: Path
     assert done.stdout == f"{copy}\n"
 
 
+@pytest.mark.slow
 def test_installed_vitra_is_left_alone(tmp_path: Path) -> None:
     site = tmp_path / "lib" / "site-packages"
     for name in ("launcher", "trainer"):
@@ -663,6 +664,7 @@ def test_what_ranks_import_from(imports: Imports, tmp_path: Path) -> None:
     assert environ == {"A": "1", "PYTHONPATH": os.pathsep.join(wanted)}
 
 
+@pytest.mark.slow
 def test_a_run_whose_code_is_gone(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=r"snapshot\.json"):
         Snapshot.read(RunDir(tmp_path))
