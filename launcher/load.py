@@ -49,8 +49,8 @@ _KEPT_AS_TEXT: tuple[Loc, ...] = (("resources", "env"), ("resources", "additiona
 _IGNORED_PREFIX = "x-"
 _OVERRIDE_KEY = re.compile(r"[^.\s]+(\.[^.\s]+)*")
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
-_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+_VARIABLE_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_PLAIN_KEY = r"[A-Za-z0-9_.-]{1,60}"
 _YAML_1_1_BOOLS = frozenset({"y", "yes", "n", "no", "on", "off"})
 
 _MOST_HINTS = 100
@@ -178,7 +178,7 @@ def expand_path(text: str, *, environ: Mapping[str, str], home: str | None) -> s
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]
-        if not match[2] or not _VARIABLE_NAME.fullmatch(name):
+        if not match[2] or not re.fullmatch(_VARIABLE_NAME, name):
             raise ValueError(
                 "holds a ${ that is not ${NAME}; only a variable's name can stand there"
             )
@@ -205,7 +205,7 @@ def dotted(loc: Loc) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            shown = part if _PLAIN_KEY.fullmatch(part) else show(part)
+            shown = part if re.fullmatch(_PLAIN_KEY, part) else show(part)
             path += f".{shown}" if path else shown
     return path
 

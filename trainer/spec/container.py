@@ -28,7 +28,7 @@ SYSTEM_DIRECTORIES = frozenset(
     )
 )
 
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://.")
+_SCHEME = r"[a-z][a-z0-9+.-]*://."
 
 
 class Mount(NamedTuple):
@@ -101,11 +101,11 @@ class ContainerSpec(SpecModel):
                 "found {found}",
                 image,
             )
-        if runtime == "apptainer" and not image.startswith("/") and not _SCHEME.match(image):
+        if runtime == "apptainer" and not image.startswith("/") and not re.match(_SCHEME, image):
             raise refusal(
                 "must be an absolute path, or a URL such as docker://name:tag, found {found}", image
             )
-        if runtime == "pyxis" and (image.startswith((".", "~")) or _SCHEME.match(image)):
+        if runtime == "pyxis" and (image.startswith((".", "~")) or re.match(_SCHEME, image)):
             raise refusal(
                 "must be an absolute path, or registry#name:tag without a scheme, found {found}",
                 image,

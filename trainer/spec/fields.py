@@ -42,8 +42,8 @@ SECRET = (
     "or a credential file"
 )
 
-_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_GROUPED = re.compile(r"[-+]?[0-9]+([_,' ][0-9]+)+(\.[0-9]*)?")
+_NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+_GROUPED = r"[-+]?[0-9]+([_,' ][0-9]+)+(\.[0-9]*)?"
 _YAML_1_1_BOOLS = frozenset({"y", "yes", "n", "no", "on", "off", "true", "false"})
 
 
@@ -53,7 +53,7 @@ class SpecModel(BaseModel):
     # The command line starts sooner when only the models that it uses are compiled (defer_build),
     # when pydantic finds types and no text where they are annotated (their modules do not postpone
     # annotations), and when small records beside them are NamedTuples: a frozen dataclass takes
-    # four times as long to make.
+    # four times as long to make. Patterns that a sound spec never meets are compiled when met.
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True
     )
@@ -115,9 +115,9 @@ def close_match(word: str, known: Iterable[str]) -> str | None:
 
 def _number_hint(text: str) -> str:
     """The end of a sentence that refuses `text` where a number belongs."""
-    if _NUMBER.fullmatch(text):
+    if re.fullmatch(_NUMBER, text):
         return "the text {found}; remove the quotes"
-    if len(text) <= SHOWN and _GROUPED.fullmatch(text):
+    if len(text) <= SHOWN and re.fullmatch(_GROUPED, text):
         return "the text {found}; write " + re.sub("[_,' ]", "", text)
     return "{found}"
 

@@ -85,9 +85,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
 _OWN_KIND = re.compile(rf"{_DOTTED}:{_DOTTED}")
 # "s3:/bucket": a directory called "s3:" would be made, and nobody would find the checkpoints.
-_HALF_A_URL = re.compile(r"(file|local|s3a?|gs|gcs|az|abfs|https?|hdfs):(?!//)")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_TYPED_GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
+_HALF_A_URL = r"(file|local|s3a?|gs|gcs|az|abfs|https?|hdfs):(?!//)"
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+_TYPED_GPUS = r"([A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})"
 
 
 def _check_name(value: object) -> str:
@@ -253,7 +253,7 @@ def _check_storage_options(value: dict[str, Any]) -> dict[str, Any]:
 
 def _check_uri(value: object) -> str:
     text = check_text(value)
-    if half := _HALF_A_URL.match(text):
+    if half := re.match(_HALF_A_URL, text):
         raise refusal(f"is neither a path nor a URL, found {{found}}; write {half[1]}://", text)
     return text
 
@@ -304,7 +304,7 @@ def _check_nodes(value: object) -> object:
 def _check_gpus(value: object) -> object:
     if not isinstance(value, str) or value.isdecimal():
         return Whole(0, MOST_PER_NODE).check(value)
-    match = _TYPED_GPUS.fullmatch(check_text(value))
+    match = re.fullmatch(_TYPED_GPUS, check_text(value))
     if match is None or not 1 <= int(match[2]) <= MOST_PER_NODE:
         raise refusal("must be a number, or type:number such as a100:4, found {found}", value)
     return value
@@ -368,7 +368,7 @@ def _check_env(value: dict[str, Any]) -> dict[str, str | None]:
     checked: dict[str, str | None] = {}
     for name, item in value.items():
         problem = text_problem(name)
-        if not _VARIABLE.fullmatch(name):
+        if not re.fullmatch(_VARIABLE, name):
             problem = "is no name of a variable: letters, digits, underscores, no digit first"
         elif name in LAUNCH_VARIABLES:
             problem = "is set by vitra in every process, and may not be set here"

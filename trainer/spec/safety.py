@@ -11,10 +11,10 @@ import re
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # "scheme://user@". All searches here take time in proportion to the text, whatever it holds.
-_USER = re.compile(r"(?<=[A-Za-z0-9+.-])://[^/?#@]*@")
+_USER = r"(?<=[A-Za-z0-9+.-])://[^/?#@]*@"
 # "scheme://user:password@", where the password may hold "/", "?" or "#" (cloud keys do, and people
 # paste them unescaped); so what follows "user:" counts unless it is a port.
-_USER_AND_PASSWORD = re.compile(r"(?<=[A-Za-z0-9+.-])://[^/?#@:\[]+:(?![0-9]+(?:[/?#]|$))")
+_USER_AND_PASSWORD = r"(?<=[A-Za-z0-9+.-])://[^/?#@:\[]+:(?![0-9]+(?:[/?#]|$))"
 
 #: Characters of one text; Linux passes a program no argument or variable of twice as many.
 LONGEST_TEXT = 65536
@@ -75,7 +75,7 @@ REFUSED_SBATCH_OPTIONS: dict[str, str] = {
     "reservation": "use resources.reservation",
 }
 
-_SBATCH_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_SBATCH_NAME = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
 
 
 def has_user_info(text: str) -> bool:
@@ -83,8 +83,8 @@ def has_user_info(text: str) -> bool:
     for word in text.split():
         last_at = word.rfind("@")
         if last_at >= 0 and (
-            _USER.search(word)
-            or any(last_at >= match.end() for match in _USER_AND_PASSWORD.finditer(word))
+            re.search(_USER, word)
+            or any(last_at >= match.end() for match in re.finditer(_USER_AND_PASSWORD, word))
         ):
             return True
     return False
@@ -126,7 +126,7 @@ def sbatch_option_problem(name: str) -> str | None:
         return "write the option's name without leading dashes"
     if len(name) == 1:
         return "is a short option; use its long name"
-    if not _SBATCH_NAME.fullmatch(name):
+    if not re.fullmatch(_SBATCH_NAME, name):
         return "is no name of an sbatch option (lower-case letters, digits, dashes)"
     if name in REFUSED_SBATCH_OPTIONS:
         return f"may not be set here: {REFUSED_SBATCH_OPTIONS[name]}"
