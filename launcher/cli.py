@@ -107,13 +107,9 @@ def main() -> NoReturn:
 
 def _leave_out_all_but(asked: list[str]) -> None:
     """Typer works out the parameters of every command, whichever is asked for."""
-    names = {
-        command.callback.__name__: command
-        for command in app.registered_commands
-        if command.callback
-    }
-    if asked and (command := names.get(asked[0])) is not None:
-        app.registered_commands = [command]
+    commands = app.registered_commands
+    if named := [c for c in commands if c.callback and c.callback.__name__ in asked]:
+        app.registered_commands = named
 
 
 def _version(asked: bool) -> None:

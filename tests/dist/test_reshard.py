@@ -162,7 +162,7 @@ def save_on_a_full_disk(rank: int, directory: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [(1, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("before", "after"), [(1, 2), (2, 1), (4, 2)]
 )
 def test_replicated_tensors_between_worlds(tmp_path: Path, before: int, after: int) -> None:
     on_ranks(before, save_replicated, str(tmp_path))

@@ -229,7 +229,7 @@ def test_a_newer_attempt_may_take_over_at_any_moment(tmp_path: Path, saves: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("saves", [1, 2])
 def test_a_take_over_while_going_back_over_damage(tmp_path: Path, saves: int) -> None:
     """Where manifests are replaced, the one moment between comparing and replacing costs a save."""
     resumed: list[int] = []
