@@ -101,7 +101,6 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
         with suppress(OSError):
             traceback.print_exc()
         error, code = err, 1
-    pulse.close()
     if is_rank:
         report = RankReport(
             rank=int(rank),
@@ -119,6 +118,7 @@ def _run_rank(run_dir: RunDir, stop: StopFlag) -> NoReturn:
     # After the report: what takes its time here must not cost the rank its say.
     for end in at_end:
         end(code)
+    pulse.close()
     _leave(code)
 
 

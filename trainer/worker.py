@@ -104,6 +104,7 @@ def run(
         background=_background(plan, group),
         pinned=device.type == "cuda",
     )
+    at_end.append(checkpoints.leave)
     ctx = TrainContext(ranks, plan, device, agree, stop, records, checkpoints, state, pulse=pulse)
     strategy = get_train_strategy(plan.spec.train.strategy, **_strategy_arguments(plan, model, ctx))
     strategy.run_setup(run_dir.path, len(data))

@@ -115,7 +115,7 @@ def test_where_a_run_was_submitted_its_ranks_run(
     train: Callable[..., dict[str, Any]], vitra: Vitra, tmp_path: Path
 ) -> None:
     """A relative path in the options means the same when it is resumed from elsewhere."""
-    status = train("exit 3", 5)
+    status = train("raise", 5)
     (tmp_path / "elsewhere").mkdir()
     elsewhere = Vitra(tmp_path / "elsewhere", vitra.server, vitra.environ)
     elsewhere("resume", status["run_dir"], "-o", "train.max_steps=8")

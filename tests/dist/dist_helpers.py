@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +36,7 @@ from trainer.checkpoint.codec import (
     parse_index,
     tensor_shapes,
 )
+from trainer.data.order import SampleOrder
 from trainer.spec.outcome import RankReport
 from trainer.spec.plan import Plan
 from trainer.spec.ranks import RankInfo
@@ -106,6 +108,14 @@ def spec(world: int, *changes: dict[str, Any]) -> RunSpec:
 def planned(world: int, *changes: dict[str, Any], run_dir: str = "/nowhere") -> Plan:
     """The plan of such a spec, for use without a run."""
     return plan(spec(world, *changes), run_id="core-1", run_dir=run_dir).with_samples(40)
+
+
+def spoiled(how: str, step: int, rank: int, world: int) -> dict[str, Any]:
+    """A change of `spec`: data of which `rank` meets a spoiled sample in `step` for the first time."""
+    position = (step - 1) * 16 + rank * (16 // world) + 3
+    _, index = SampleOrder(200, 11).at(np.array([position], dtype=np.int64))
+    options = {"samples": 200, "bad": int(index[0]), "how": how}
+    return {"data": {"kind": "dist_components:spoiled", "options": options}}
 
 
 def lone_rank(attempt: int = 1) -> RankInfo:

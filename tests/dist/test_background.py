@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist_helpers import Run
+from dist_helpers import Run, spoiled
 
 from trainer.spec.rundir import read_lines
 
@@ -65,6 +65,18 @@ def test_training_goes_on_until_the_next_save_is_due(tmp_path: Path, strategy: s
         assert one.manifest.samples_seen == other.manifest.samples_seen == 16 * step
         assert one.tensors.keys() == other.tensors.keys()
         assert all(torch.equal(one.tensors[n], other.tensors[n]) for n in one.tensors), step
+
+
+def test_an_error_in_a_later_step_does_not_cost_the_save_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    run = Run(tmp_path, 2, EVERY_TWO, spoiled("unreadable", step=4, rank=1, world=2))
+    held = partial(gate, 2, 3, 10**6, run.dir.metrics)
+    with run.start(prepare=held) as ranks:
+        assert ranks.wait() == [1, 5], ranks.logs()
+        assert {report.last_step for report in ranks.reports()} == {3}
+    assert run.saved_steps() == [2]
 
 
 def test_a_stop_waits_for_the_save_in_flight(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dist_helpers import Checkpoint, Run, planned
+from dist_helpers import Checkpoint, Run, planned, spoiled
 from torch import Tensor
 
 from trainer.data.keyed import SampleRandom
@@ -220,14 +220,6 @@ def test_recomputation_changes_neither_losses_nor_names(tmp_path: Path) -> None:
 
 
 # -- Failures ----------------------------------------------------------------------------------
-
-
-def spoiled(how: str, step: int, rank: int, world: int) -> dict[str, Any]:
-    """Data of which `rank` meets a spoiled sample in `step` for the first time."""
-    position = (step - 1) * 16 + rank * (16 // world) + 3
-    _, index = SampleOrder(200, 11).at(np.array([position], dtype=np.int64))
-    options = {"samples": 200, "bad": int(index[0]), "how": how}
-    return {"data": {"kind": "dist_components:spoiled", "options": options}}
 
 
 @pytest.mark.slow

@@ -43,9 +43,14 @@ class BackgroundSave:
         """Return once it has ended: what ended it, None if it is done."""
         # With a time-out, so that signals are heard meanwhile. What hangs is the supervisor's to
         # notice: this rank is then saving for too long.
-        while self._thread.is_alive():
-            self._thread.join(_LOOK_S)
+        while not self.is_over(_LOOK_S):
+            pass
         return self._error
+
+    def is_over(self, within_s: float) -> bool:
+        """Whether it has ended, done or not, now or in the next `within_s` seconds."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def warnings(self) -> Iterator[str]:
         """What it has warned of since this was asked last."""

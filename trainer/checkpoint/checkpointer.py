@@ -62,10 +62,14 @@ _MODEL = "model."
 _OPTIMIZER = "optimizer."
 #: A run may miss this many saves in a row; then it is better stopped than trained for nothing.
 _MAX_FAILED_SAVES = 2
+#: What a rank with an error in its hands still waits for a save.
+_LAST_WAIT_S = 20.0
 
 
 class Checkpointer:
-    """One rank's hand on the run's checkpoints. All methods are collective.
+    """One rank's hand on the run's checkpoints.
+
+    All methods are collective, except where they say that they are not.
 
     Args:
         store: the checkpoint place.
@@ -170,6 +174,21 @@ class Checkpointer:
             raise error
         self._note_success(flight.step)
         return True
+
+    def leave(self, _exit_code: int) -> None:
+        """Let a save in flight end, for some seconds, before this rank ends. Not collective.
+
+        The steps up to it are not lost to an error in a later one: that rank's shard is still
+        written, and the others, who wait for it in their next step, commit it.
+        """
+        flight = self._in_flight
+        if flight is None or flight.is_over(0.0):
+            return
+        log.info("waiting for the save of step %d, at most %g s", flight.step, _LAST_WAIT_S)
+        self._pulse.reached(Phase.SAVING, flight.step)
+        if not flight.is_over(_LAST_WAIT_S):
+            log.warning("step %d is not saved yet, and may never be", flight.step)
+        self.tell()
 
     def _note_success(self, step: int) -> None:
         self._failed_saves = 0
