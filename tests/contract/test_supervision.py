@@ -25,6 +25,7 @@ def live(vitra: Vitra) -> Iterator[LiveRun]:
 
 def test_a_killed_rank(live: LiveRun) -> None:
     live.wait_for_step(6)
+    live.wait_for_event("saved")
     started_at = time.monotonic()
     # Its peer does not even notice: it has to be ended.
     os.kill(live.trainer_of(0), signal.SIGSTOP)
@@ -57,6 +58,7 @@ def test_a_killed_rank(live: LiveRun) -> None:
 
 def test_a_killed_supervisor(live: LiveRun) -> None:
     live.wait_for_step(6)
+    live.wait_for_event("saved")
     assert len(live.processes()) >= 6, "two tasks, two trainers, two data workers"
     live.command.kill()
     live.command.wait()
