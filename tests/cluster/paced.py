@@ -24,8 +24,6 @@ from trainer.spec.rundir import read_lines, write_atomic
 COMPONENTS = Path(__file__).parent / "components"
 STEPS = 80
 SAVE_INTERVAL = 10
-#: Steps lost where a run is ended, without a word, in the time of a save.
-MOST_LOST = 2 * SAVE_INTERVAL
 #: Two micro-batches a step: a step takes a tenth of a second.
 FORWARD_S = 0.05
 #: Slower than anything a test waits for.

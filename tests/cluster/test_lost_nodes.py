@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.handle import ClusterHandle
-from tests.cluster.paced import ALONE, HELD_S, MOST_LOST, Paced, SharedServer, SideBySide
+from tests.cluster.paced import ALONE, HELD_S, SAVE_INTERVAL, Paced, SharedServer, SideBySide
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -87,7 +87,7 @@ def test_a_node_crashes(
     run: Paced = runs[name]
     run.assert_equals(undisturbed[2])
     assert run.verdicts() == ["node_failure", "completed"]
-    assert 0 <= run.lost_steps()[0] <= MOST_LOST
+    assert 0 <= run.lost_steps()[0] <= SAVE_INTERVAL
 
 
 def test_a_node_is_cut_off_and_trains_on(
@@ -106,7 +106,7 @@ def test_the_supervisor_is_killed(runs: SideBySide, undisturbed: dict[int, dict[
     run: Paced = runs["killed"]
     run.assert_equals(undisturbed[2])
     assert run.verdicts() == ["node_failure", "node_failure", "completed"]
-    assert all(0 <= lost <= MOST_LOST for lost in run.lost_steps())
+    assert all(0 <= lost <= SAVE_INTERVAL for lost in run.lost_steps())
     assert run.cluster.restarts(run.job_id) == 2
 
 

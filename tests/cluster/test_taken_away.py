@@ -14,7 +14,7 @@ from tests.cluster.handle import SLURM_PATIENCE_S, ClusterHandle
 from tests.cluster.paced import (
     ALONE,
     FORWARD_S,
-    MOST_LOST,
+    SAVE_INTERVAL,
     Paced,
     SharedServer,
     SideBySide,
@@ -147,7 +147,7 @@ def test_preempted_without_a_grace_time(
     run: Paced = runs["nograce"]
     run.assert_equals(undisturbed[4])
     assert run.verdicts() == ["preempted", "completed"]
-    assert 0 <= run.lost_steps()[0] <= MOST_LOST
+    assert 0 <= run.lost_steps()[0] <= SAVE_INTERVAL
 
 
 def test_preempted_with_everything_sharded(runs: SideBySide) -> None:

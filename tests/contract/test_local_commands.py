@@ -88,7 +88,6 @@ def test_logs_cancel_and_resume(live: LiveRun) -> None:
 
 
 def test_following_goes_on_through_a_lost_supervisor_and_a_resume(live: LiveRun) -> None:
-    live.wait_for_step(6)
     live.wait_for_event("saved")
     following = Following(live)
     live.command.kill()

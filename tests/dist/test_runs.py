@@ -223,10 +223,7 @@ def test_recomputation_changes_neither_losses_nor_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_every_rank_before_anything_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+def test_a_loss_that_is_not_finite_ends_every_rank_before_anything_is_saved(tmp_path: Path) -> None:
     data = spoiled("infinite", step=4, rank=1, world=2)
     run = Run(tmp_path, 2, data, {"checkpoint": {"save_interval": 1}})
     with run.start() as ranks:
@@ -244,10 +241,7 @@ def test_a_loss_that_is_not_finite_ends_every_rank_before_anything_is_saved(
     assert run.saved_steps() == [1, 2, 3]
 
 
-def test_an_unreadable_sample_is_named_by_the_rank_that_met_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+def test_an_unreadable_sample_is_named_by_the_rank_that_met_it(tmp_path: Path) -> None:
     data = spoiled("unreadable", step=3, rank=0, world=1)
     data["data"]["num_workers"] = 1
     run = Run(tmp_path, 1, data)
